@@ -1,0 +1,130 @@
+"""Everything weightvc raises, as one tree, grouped by what a caller would do next.
+
+    WeightvcError
+    ├── NotFound        ask for something else        (also a LookupError)
+    │   ├── KeyNotFound       no object under this key
+    │   ├── RefNotFound       no branch, tag, version or label like this
+    │   └── TensorNotFound    no tensor of this name in the version
+    ├── Conflict        look again, then retry or rebase
+    │   ├── BranchMoved       the branch has another head than expected
+    │   ├── KeyExists         create-if-absent met an object
+    │   └── PreconditionFailed    compare-and-swap met another ETag
+    ├── StateUnknown    a write may or may not have landed: read, then decide
+    ├── Expired         what was asked for existed and was collected
+    ├── Corrupt         stored or local bytes are not what their digest says: repair or fall back
+    ├── Refused         fix the input                 (also a ValueError)
+    │   ├── BadTensor         a tensor, dtype or shape that cannot be kept
+    │   ├── BadFile           a checkpoint file or directory that is malformed or unsafe
+    │   ├── BadName           a ref, path or key that cannot be used
+    │   └── UnsafeStore       a store that does not keep its promises
+    └── StoreError      the store or the network: retry later     (also an OSError)
+        ├── AccessDenied      the credentials do not allow it
+        └── Unavailable       refused, throttled, timed out or cut short, after retries
+
+`exit_code` is the command line's exit status for the kind; docs/cli.md lists them.
+"""
+
+
+class WeightvcError(Exception):
+    """Base of all errors; `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class NotFound(WeightvcError, LookupError):
+    """Something that was named does not exist."""
+
+    exit_code = 3
+
+
+class KeyNotFound(NotFound):
+    """The store has no object under this key."""
+
+
+class RefNotFound(NotFound):
+    """No branch, tag, version id or label matches."""
+
+
+class TensorNotFound(NotFound):
+    """The version has no tensor of this name."""
+
+
+class Conflict(WeightvcError):
+    """Somebody else changed the state first; nothing was overwritten."""
+
+    exit_code = 4
+
+
+class BranchMoved(Conflict):
+    """The branch's head is not the one that this change was made against.
+
+    `branch`, `expected` and `head` are the branch and the version ids (None: no such branch).
+    """
+
+    def __init__(self, message: str, *, branch: str, expected: str | None, head: str | None) -> None:
+        super().__init__(message)
+        self.branch = branch
+        self.expected = expected
+        self.head = head
+
+
+class KeyExists(Conflict):
+    """create() found an object under the key."""
+
+
+class PreconditionFailed(Conflict):
+    """swap() found another ETag (or no object) under the key."""
+
+
+class StateUnknown(WeightvcError):
+    """A write's outcome could not be learnt: it may have landed. Read before writing again."""
+
+    exit_code = 5
+
+
+class Expired(WeightvcError):
+    """A version or transaction that retention or collection has passed."""
+
+    exit_code = 6
+
+
+class Corrupt(WeightvcError):
+    """Bytes differ from what their digest, length or format promises."""
+
+    exit_code = 7
+
+
+class Refused(WeightvcError, ValueError):
+    """The input cannot be accepted as it is; nothing was written."""
+
+    exit_code = 8
+
+
+class BadTensor(Refused):
+    """A tensor, dtype or shape that cannot be kept bit for bit."""
+
+
+class BadFile(Refused):
+    """A checkpoint file or directory that is malformed, unsafe, or changed while it was read."""
+
+
+class BadName(Refused):
+    """A branch, tag, path or key that cannot be used."""
+
+
+class UnsafeStore(Refused):
+    """The store ignores conditions that the protocol relies on."""
+
+
+class StoreError(WeightvcError, OSError):
+    """The store could not do it now."""
+
+    exit_code = 9
+
+
+class AccessDenied(StoreError):
+    """The credentials do not allow this operation (or hide a missing key)."""
+
+
+class Unavailable(StoreError):
+    """Throttled, timed out, cut short or unreachable, after the retries that were safe."""

@@ -1,0 +1,197 @@
+"""The catalogue: every operation on the repository, oldest first, and so every version's record and place.
+
+Its newest entries are the root's tail; older ones lie in segments. An entry is one operation. A commit's has the
+version's record, its manifest, and the edges by which it can be reached; the others move a branch or a tag.
+The reflog of a branch is the catalogue read backwards.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from weightvc.errors import Corrupt
+from weightvc.objects import frame, key, version
+from weightvc.objects.version import Edge, Version
+
+SEGMENT: Final = 4096
+"""Entries of a full segment."""
+TAIL: Final = 64
+"""Entries that the root holds before they spill into a segment."""
+
+COMMIT: Final = "commit"
+_OWN: Final = {
+    True: frozenset(
+        ["op", "seq", "name", "old", "record", "manifest", "schema", "layout", "files", "packs", "edges", "bytes"]
+    ),
+    False: frozenset(["op", "seq", "name", "old", "new", "time", "author", "message"]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a version lies: all keys that keep it alive (with the `packs` packs of its manifest's transaction)."""
+
+    manifest: str
+    schema: str
+    layout: str | None
+    files: tuple[str, ...]
+    packs: int
+    edges: tuple[Edge, ...]
+    nbytes: int
+    """Bytes that the commit stored, all objects together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation: `name` is a branch or tag (None for a detached commit), `old` and `new` version ids."""
+
+    op: str
+    sequence: int
+    time: int
+    author: str
+    name: str | None
+    old: str | None
+    new: str | None
+    message: str = ""
+    version: Version | None = None
+    place: Place | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of later writers, kept as they are."""
+
+
+def to_json(entry: Entry) -> dict[str, Any]:
+    """An entry as the root and segments hold it; what the record repeats is left out."""
+    fields: dict[str, Any] = {
+        **entry.extra,
+        "op": entry.op,
+        "seq": entry.sequence,
+        "name": entry.name,
+        "old": entry.old,
+    }
+    if entry.version is not None and entry.place is not None:
+        place = entry.place
+        fields["record"] = entry.version.record
+        fields["manifest"] = place.manifest
+        fields["schema"] = place.schema
+        fields["layout"] = place.layout
+        fields["files"] = list(place.files)
+        fields["packs"] = place.packs
+        fields["edges"] = [[edge.source, edge.nbytes, edge.changed] for edge in place.edges]
+        fields["bytes"] = place.nbytes
+    else:
+        fields |= {"new": entry.new, "time": entry.time, "author": entry.author, "message": entry.message}
+    return fields
+
+
+def from_json(fields: Any, what: str) -> Entry:
+    """Read an entry. Raises Corrupt naming `what`."""
+    try:
+        commit = fields["op"] == COMMIT
+        extra = {name: value for name, value in fields.items() if name not in _OWN[commit]}
+        if not commit:
+            return Entry(
+                fields["op"],
+                fields["seq"],
+                fields["time"],
+                fields["author"],
+                fields["name"],
+                fields["old"],
+                fields["new"],
+                fields["message"],
+                extra=extra,
+            )
+        made = version.read(fields["record"])
+        place = Place(
+            manifest=key.checked(fields["manifest"], "manifest"),
+            schema=key.checked(fields["schema"], "schema"),
+            layout=fields["layout"],
+            files=tuple(fields["files"]),
+            packs=fields["packs"],
+            edges=tuple(Edge(source, nbytes, changed) for source, nbytes, changed in fields["edges"]),
+            nbytes=fields["bytes"],
+        )
+        return Entry(
+            COMMIT,
+            fields["seq"],
+            made.time,
+            made.author,
+            fields["name"],
+            fields["old"],
+            made.id,
+            made.message,
+            made,
+            place,
+            extra,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{what} is corrupt: an entry of the catalogue: {error!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRef:
+    """A segment as the root lists it."""
+
+    key: str
+    count: int
+
+
+def encode_segment(entries: Sequence[Entry]) -> bytes:
+    """Entries, oldest first, as a stored object."""
+    return frame.encode(frame.SEGMENT, {"entries": [to_json(e) for e in entries], "weightvc": "segment 1"})
+
+
+def decode_segment(data: frame.Buffer, what: str) -> list[Entry]:
+    """Read a segment. Raises Corrupt naming `what`."""
+    head, _ = frame.decode(frame.SEGMENT, data, what)
+    if head.get("weightvc") != "segment 1" or not isinstance(head.get("entries"), list):
+        raise Corrupt(f"{what} is not a segment that this weightvc knows: upgrade weightvc")
+    return [from_json(fields, what) for fields in head["entries"]]
+
+
+class Catalogue:
+    """The catalogue of one root. `fetch` reads a segment; nothing is read before it is needed."""
+
+    def __init__(
+        self,
+        tail: Sequence[Entry],
+        segments: Sequence[SegmentRef],
+        fetch: Callable[[SegmentRef], list[Entry]],
+    ) -> None:
+        self._parts: list[Sequence[Entry] | SegmentRef] = [tail, *reversed(segments)]
+        self._fetch = fetch
+        self._loaded = 0
+        self._entries: list[Entry] = []
+        self._by_id: dict[str, Entry] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Entries, newest first."""
+        at = 0
+        while at < len(self._entries) or self._more():
+            if at < len(self._entries):
+                yield self._entries[at]
+                at += 1
+
+    def _more(self) -> bool:
+        if self._loaded == len(self._parts):
+            return False
+        part = self._parts[self._loaded]
+        entries = self._fetch(part) if isinstance(part, SegmentRef) else part
+        self._loaded += 1
+        for entry in reversed(entries):
+            self._entries.append(entry)
+            if entry.version is not None:
+                self._by_id[entry.version.id] = entry
+        return True
+
+    def find(self, ident: str) -> Entry | None:
+        """The entry of the version with this full id, or None: reads as few segments as it can."""
+        while ident not in self._by_id:
+            if not self._more():
+                return None
+        return self._by_id[ident]
+
+    def matching(self, prefix: str) -> list[Entry]:
+        """All versions whose id begins with `prefix`; reads everything."""
+        while self._more():
+            pass
+        return [entry for ident, entry in self._by_id.items() if ident.startswith(prefix)]

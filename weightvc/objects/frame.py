@@ -1,0 +1,141 @@
+"""The frame around every stored object, canonical JSON, and digests (docs/format.md, "Frames").
+
+    0   4  b"WVC" and the format version, 1
+    4   1  kind, one ASCII letter
+    5   3  zero
+    8   …  body
+
+Every kind but the pack has the body  u32 n (little-endian), n bytes: one zstd frame of the head (canonical
+JSON), then the sections, whose lengths the head lists. The root has a blake3 of what follows in front.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import blake3 as _blake3
+import zstandard
+
+from weightvc.errors import Corrupt
+
+MAGIC: Final = b"WVC"
+FORMAT: Final = 1
+HEADER_SIZE: Final = 8
+DIGEST_SIZE: Final = 32
+
+ROOT: Final = "R"
+SEGMENT: Final = "S"
+PAGE: Final = "P"
+MANIFEST: Final = "M"
+PACK: Final = "K"
+SCHEMA: Final = "C"
+LAYOUT: Final = "L"
+FILE: Final = "F"
+
+HEAD_LIMIT: Final = 256 << 20
+"""Most bytes that a head may decompress to: what a hostile object can make a reader allocate."""
+ROOT_LIMIT: Final = 16 << 20
+"""The same for a root, which no key vouches for."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+def digest(data: Buffer) -> bytes:
+    """blake3 of `data`, 32 bytes."""
+    return _blake3.blake3(data).digest()
+
+
+def digests(data: Buffer, cuts: Sequence[int]) -> list[bytes]:
+    """blake3 of each piece of `data` between two neighbouring `cuts`."""
+    view, new = memoryview(data), _blake3.blake3
+    return [new(view[a:b]).digest() for a, b in pairwise(cuts)]
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON: UTF-8, keys sorted by code point, no spaces, no NaN; floats in their shortest form.
+
+    Identity is always the digest of bytes as they were written: a reader hashes what it read and never
+    encodes again. Raises ValueError for what JSON cannot say.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")).encode()
+
+
+def compress(data: Buffer, level: int = 3) -> bytes:
+    """One zstd frame with its content size in the header."""
+    return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(data)
+
+
+def decompress(data: Buffer, limit: int, what: str) -> bytes:
+    """The content of exactly one zstd frame that fills `data` and says its size, at most `limit` bytes."""
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+        if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) or size > limit:
+            raise Corrupt(f"{what}: a zstd frame without a size, or over {limit} bytes")
+        out = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"{what}: {error}") from None
+    if len(out) != size:
+        raise Corrupt(f"{what}: a zstd frame of {len(out)} bytes says {size}")
+    return out
+
+
+def header(kind: str) -> bytes:
+    """The 8 bytes that every object of `kind` begins with."""
+    return MAGIC + bytes([FORMAT]) + kind.encode("ascii") + b"\0\0\0"
+
+
+def check_header(data: Buffer, kind: str, what: str) -> None:
+    """Raise Corrupt unless `data` begins as an object of `kind` in a format that this reader knows."""
+    start = bytes(data[:HEADER_SIZE])
+    if len(start) < HEADER_SIZE or start[:3] != MAGIC:
+        raise Corrupt(f"{what} is corrupt: {len(data)} bytes that do not begin as a weightvc object")
+    if start[3] != FORMAT:
+        raise Corrupt(f"{what} has format {start[3]}; this weightvc reads format {FORMAT}: upgrade weightvc")
+    if start != header(kind):
+        raise Corrupt(f"{what} is corrupt: its kind is {start[4:]!r}, not {kind!r}")
+
+
+def encode(kind: str, head: dict[str, Any], sections: Sequence[Buffer] = ()) -> bytes:
+    """An object of `kind`; `head` gains the key "sections" where there are any."""
+    if sections:
+        head = {**head, "sections": [len(section) for section in sections]}
+    packed = compress(canonical(head))
+    body = b"".join([struct.pack("<I", len(packed)), packed, *sections])
+    if kind == ROOT:
+        body = digest(body) + body
+    return header(kind) + body
+
+
+def decode(kind: str, data: Buffer, what: str) -> tuple[dict[str, Any], list[memoryview]]:
+    """Head and sections of an object of `kind`. Raises Corrupt, naming `what`."""
+    check_header(data, kind, what)
+    body = memoryview(data)[HEADER_SIZE:]
+    if kind == ROOT:
+        if len(body) < DIGEST_SIZE or digest(body[DIGEST_SIZE:]) != bytes(body[:DIGEST_SIZE]):
+            raise Corrupt(f"{what} is corrupt: its bytes are not what its digest says")
+        body = body[DIGEST_SIZE:]
+    if len(body) < 4:
+        raise Corrupt(f"{what} is corrupt: cut short")
+    (length,) = struct.unpack("<I", body[:4])
+    if len(body) < 4 + length:
+        raise Corrupt(f"{what} is corrupt: cut short")
+    try:
+        limit = ROOT_LIMIT if kind == ROOT else HEAD_LIMIT
+        head = json.loads(decompress(body[4 : 4 + length], limit, what))
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{what} is corrupt: {error}") from None
+    if not isinstance(head, dict):
+        raise Corrupt(f"{what} is corrupt: its head is not an object")
+    lengths = head.get("sections", [])
+    if not isinstance(lengths, list) or not all(isinstance(n, int) and n >= 0 for n in lengths):
+        raise Corrupt(f"{what} is corrupt: its sections have no lengths")
+    rest = body[4 + length :]
+    if sum(lengths) != len(rest):
+        raise Corrupt(f"{what} is corrupt: {len(rest)} bytes of sections where {sum(lengths)} are promised")
+    sections, at = [], 0
+    for n in lengths:
+        sections.append(rest[at : at + n])
+        at += n
+    return head, sections

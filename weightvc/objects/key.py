@@ -1,0 +1,70 @@
+"""Storage keys, which are never reused: kind/digest.begin-transaction-number.
+
+The digest is of the object's content; `begin` is the root's sequence number when the transaction began;
+the transaction is 128 random bits; the number counts its objects. So no upload can be mistaken for another
+and a key that was deleted never lives again.
+"""
+
+import re
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+from weightvc.errors import Corrupt
+from weightvc.objects import frame
+
+ROOT: Final = "root"
+"""The one key whose object changes."""
+
+_KEY: Final = re.compile(
+    r"(manifest|pack|schema|layout|file|segment|page)/([0-9a-f]{64})\.([0-9]{1,19})-([0-9a-f]{32})-([0-9]{1,9})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key taken apart."""
+
+    kind: str
+    digest: str
+    begin: int
+    transaction: str
+    number: int
+
+
+def parse(key: object, kind: str | None = None) -> Key:
+    """Take a key apart; raises Corrupt unless it is one (of `kind`)."""
+    match = _KEY.fullmatch(key) if isinstance(key, str) else None
+    if match is None or (kind is not None and match[1] != kind):
+        raise Corrupt(f"{str(key)[:200]!r} is not the key of a {kind or 'weightvc'} object")
+    return Key(match[1], match[2], int(match[3]), match[4], int(match[5]))
+
+
+def checked(key: object, kind: str) -> str:
+    """`key` itself, once it is seen to be one of `kind`; raises Corrupt."""
+    parse(key, kind)
+    return str(key)
+
+
+def check(key: str, data: frame.Buffer) -> None:
+    """Raise Corrupt unless `data` is what `key` names."""
+    if frame.digest(data).hex() != parse(key).digest:
+        raise Corrupt(f"{key} is corrupt: its {len(data)} bytes are not what its name says")
+
+
+class Transaction:
+    """Makes the names of one transaction's objects."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.id = secrets.token_hex(16)
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def key(self, kind: str, data: frame.Buffer) -> str:
+        """A fresh key for `data`."""
+        with self._lock:
+            number = self._next
+            self._next += 1
+        return f"{kind}/{frame.digest(data).hex()}.{self.begin}-{self.id}-{number}"

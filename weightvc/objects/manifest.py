@@ -1,0 +1,224 @@
+"""A manifest: a version's record, its chunk digests, and where its base or its patch lies.
+
+Both base and patch are a stream of blocks. A block covers consecutive chunks of one lane width; the index has,
+a block, how many chunks it covers, the codec, and the bytes it takes in the stream. A small stream lies in the
+manifest; a large one is cut at block borders into packs.
+"""
+
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Final
+
+from weightvc.errors import Corrupt
+from weightvc.objects import dtypes, frame, key, version
+from weightvc.objects.schema import CHUNK, Schema
+from weightvc.objects.version import Version
+
+SAME: Final = 0
+"""Codec of a block that equals its source chunks; it takes no bytes."""
+REF: Final = 5
+"""Codec of a block of one chunk that equals an earlier chunk of the same tree: u32, that chunk's number."""
+BLOCK: Final = 4 << 20
+"""Bytes that a block covers at most."""
+LONE: Final = 16 << 10
+"""A chunk of at least so many bytes has a block of its own: it can be fetched, and stored once, alone."""
+INLINE: Final = 4 << 20
+"""A stream of at most so many bytes lies in the manifest."""
+PACK: Final = 32 << 20
+"""Bytes of a pack, about: no object may pass 64 MiB, and a smaller one takes less memory at either end."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """Blocks in chunk order. `packs` has key and payload bytes of each pack; `inline` the bytes if there are none."""
+
+    counts: list[int] = field(default_factory=list)
+    codecs: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    checks: list[int] = field(default_factory=list)
+    """Of each SPARSE or DENSE block: check() of the old lanes that it changes; else 0."""
+    packs: list[tuple[str, int]] = field(default_factory=list)
+    inline: frame.Buffer = b""
+    first: list[int] = field(default_factory=list)
+    """First chunk of each block, and the end."""
+    offsets: list[int] = field(default_factory=list)
+    """Where each block begins in the stream, and the end."""
+    starts: list[int] = field(default_factory=list)
+    """Where each pack begins in the stream, and the end."""
+
+    def seal(self) -> "Stream":
+        """Compute the prefix sums once everything is in."""
+        self.first = [0, *accumulate(self.counts)]
+        self.offsets = [0, *accumulate(self.lengths)]
+        self.starts = [0, *accumulate(size for _, size in self.packs)]
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole stream."""
+        return self.offsets[-1]
+
+    def block_of(self, chunk: int) -> int:
+        """The block that covers `chunk`."""
+        return bisect_right(self.first, chunk) - 1
+
+    def pack_of(self, block: int) -> tuple[int, int]:
+        """(pack, offset of the block's bytes in the pack object)."""
+        pack = bisect_right(self.starts, self.offsets[block]) - 1
+        # A block of no bytes at the very end lies past the last pack; nothing is read for it.
+        pack = min(pack, len(self.packs) - 1)
+        return pack, frame.HEADER_SIZE + self.offsets[block] - self.starts[pack]
+
+    def index(self) -> bytes:
+        """The index, one zstd frame: u32 n, then n each of u32 counts, u8 codecs, u32 lengths, u32 checks."""
+        n = len(self.counts)
+        raw = (
+            struct.pack(f"<I{n}I", n, *self.counts)
+            + bytes(self.codecs)
+            + struct.pack(f"<{2 * n}I", *self.lengths, *self.checks)
+        )
+        return frame.compress(raw)
+
+
+@dataclass(slots=True)
+class Patch:
+    """A stream against `source`, a version; `moved` maps a tensor's number to the source tensor it is coded
+    against where that is not the one of its own name: -1 for none."""
+
+    source: str
+    stream: Stream
+    moved: dict[int, int]
+    changed: int
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What one GET tells of a version. At least one of `base` and `patch` is there."""
+
+    version: Version
+    branch: str | None
+    schema: str
+    """Key of the schema object."""
+    schema_digest: str
+    layout: str | None
+    """Key of the layout object."""
+    files: dict[str, str]
+    """Keys of the file objects that the layout needs, by the digest of their content."""
+    digests: bytes
+    base: Stream | None
+    patch: Patch | None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as a stored object."""
+    head: dict[str, Any] = {
+        "branch": manifest.branch,
+        "files": manifest.files,
+        "layout": manifest.layout,
+        "record": manifest.version.record,
+        "schema": [manifest.schema_digest, manifest.schema],
+        "weightvc": "manifest 1",
+    }
+    sections: list[frame.Buffer] = [manifest.digests]
+    patch = manifest.patch.stream if manifest.patch is not None else None
+    for name, stream in (("base", manifest.base), ("patch", patch)):
+        if stream is not None:
+            head[name] = {"packs": [[k, size] for k, size in stream.packs]}
+            sections += [stream.index(), stream.inline]
+    if manifest.patch is not None:
+        head["patch"]["changed"] = manifest.patch.changed
+        head["patch"]["from"] = manifest.patch.source
+        head["patch"]["moved"] = sorted(manifest.patch.moved.items())
+    return frame.encode(frame.MANIFEST, head, sections)
+
+
+def decode(data: frame.Buffer, what: str) -> Manifest:
+    """Read a manifest. Raises Corrupt naming `what`."""
+    head, sections = frame.decode(frame.MANIFEST, data, what)
+    try:
+        if head["weightvc"] != "manifest 1":
+            raise Corrupt(f"{what} is a {head['weightvc']!r}, which this weightvc does not know: upgrade it")
+        digests = bytes(sections.pop(0))
+        streams = {}
+        for name in ("base", "patch"):
+            if name in head:
+                streams[name] = _stream(head[name], sections.pop(0), sections.pop(0), len(digests) // 32, what)
+        patch = None
+        if "patch" in head:
+            fields = head["patch"]
+            moved = {int(i): int(j) for i, j in fields["moved"]}
+            patch = Patch(str(fields["from"]), streams["patch"], moved, int(fields["changed"]))
+        if not streams:
+            raise ValueError("it has neither base nor patch")
+        return Manifest(
+            version=version.read(head["record"]),
+            branch=head["branch"],
+            schema=key.checked(head["schema"][1], "schema"),
+            schema_digest=head["schema"][0],
+            layout=head["layout"],
+            files=dict(head["files"]),
+            digests=digests,
+            base=streams.get("base"),
+            patch=patch,
+        )
+    except (KeyError, TypeError, IndexError, ValueError, struct.error) as error:
+        raise Corrupt(f"{what} is corrupt: {error!r}") from None
+
+
+def _stream(head: dict[str, Any], index: memoryview, inline: memoryview, chunks: int, what: str) -> Stream:
+    # A block covers at least one chunk, so an honest index has at most 13 bytes a chunk.
+    raw = frame.decompress(index, 4 + 13 * chunks, what)
+    (n,) = struct.unpack_from("<I", raw)
+    if len(raw) != 4 + 13 * n:
+        raise Corrupt(f"{what} is corrupt: its index has {len(raw)} bytes for {n} blocks")
+    counts = list(struct.unpack_from(f"<{n}I", raw, 4))
+    codecs = list(raw[4 + 4 * n : 4 + 5 * n])
+    lengths = list(struct.unpack_from(f"<{n}I", raw, 4 + 5 * n))
+    checks = list(struct.unpack_from(f"<{n}I", raw, 4 + 9 * n))
+    packs = [(str(k), int(size)) for k, size in head["packs"]]
+    for k, _ in packs:
+        key.parse(k, "pack")
+    stream = Stream(counts, codecs, lengths, checks, packs, inline).seal()
+    stored = stream.starts[-1] if packs else len(inline)
+    if 0 in counts or stream.first[-1] != chunks or stored != stream.nbytes or (packs and len(inline)):
+        raise Corrupt(f"{what} is corrupt: its blocks do not add up")
+    borders = set(stream.offsets)
+    if any(start not in borders for start in stream.starts):
+        raise Corrupt(f"{what} is corrupt: a pack ends inside a block")
+    return stream
+
+
+def check(old: frame.Buffer) -> int:
+    """The first 4 bytes of the blake3 of old lanes, little-endian: tells an in-place reader a wrong target apart."""
+    return int.from_bytes(frame.digest(old)[:4], "little")
+
+
+def blocks(schema: Schema, sources: Sequence[int] | None) -> list[tuple[int, int]]:
+    """Cut a tree's chunks into blocks [low, high) of one lane width. `sources` has the source chunk of each (-1 for
+    none): a block has either all or none; None says that all have one."""
+    out: list[tuple[int, int]] = []
+    low, held, kind = 0, 0, (0, True)
+    lanes = {dtype: dtypes.lane(dtype) for dtype in {tensor.dtype for tensor in schema.tensors}}
+    chunk = 0
+    for tensor in schema.tensors:
+        lane, rest = lanes[tensor.dtype], tensor.nbytes
+        while rest:
+            size = min(rest, CHUNK)
+            rest -= size
+            this = (lane, sources is None or sources[chunk] >= 0)
+            lone = size >= LONE
+            if chunk > low and (lone or held + size > BLOCK or this != kind):
+                out.append((low, chunk))
+                low, held = chunk, 0
+            kind = this
+            held += size
+            chunk += 1
+            if lone:
+                out.append((low, chunk))
+                low, held = chunk, 0
+    if low < chunk:
+        out.append((low, chunk))
+    return out

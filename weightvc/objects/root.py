@@ -1,0 +1,132 @@
+"""The root: the only object that changes."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from weightvc.errors import Corrupt
+from weightvc.objects import catalogue, frame, key
+from weightvc.objects.catalogue import Entry, SegmentRef
+
+RING: Final = 128
+"""How many of the last swaps' write ids the root remembers: how far back an ambiguous swap can be decided."""
+LIMIT: Final = 24 << 10
+"""Bytes of the root past which the tail spills early: a poll reads all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """Branches and tags by name, the catalogue's tail and segments, the last write ids, the horizon."""
+
+    repository: str
+    sequence: int
+    created: int
+    default: str
+    branches: Mapping[str, str]
+    tags: str | None
+    """Key of the page of tags."""
+    tail: tuple[Entry, ...]
+    segments: tuple[SegmentRef, ...]
+    ring: tuple[str, ...]
+    """Write ids of the last swaps, oldest first; the last one is this root's own."""
+    horizon: int
+    """Transactions that began before this sequence number may not publish."""
+    probe: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    """Fields of later writers, kept as they are."""
+
+    @property
+    def write(self) -> str:
+        """This root's own write id."""
+        return self.ring[-1]
+
+    def next(self, **changes: Any) -> "Root":
+        """The root that replaces this one: next sequence number, fresh write id, and `changes`."""
+        ring = (*self.ring, secrets.token_hex(16))[-RING:]
+        return replace(self, sequence=self.sequence + 1, ring=ring, **changes)
+
+
+def first(default: str, now: int, probe: Mapping[str, Any]) -> Root:
+    """The root of a new repository."""
+    return Root(
+        repository=secrets.token_hex(16),
+        sequence=1,
+        created=now,
+        default=default,
+        branches={},
+        tags=None,
+        tail=(),
+        segments=(),
+        ring=(secrets.token_hex(16),),
+        horizon=0,
+        probe=probe,
+        extra={},
+    )
+
+
+def encode(root: Root) -> bytes:
+    """The root as a stored object."""
+    return frame.encode(
+        frame.ROOT,
+        {
+            **root.extra,
+            "branches": dict(root.branches),
+            "created": root.created,
+            "default": root.default,
+            "horizon": root.horizon,
+            "probe": dict(root.probe),
+            "repository": root.repository,
+            "ring": list(root.ring),
+            "segments": [[s.key, s.count] for s in root.segments],
+            "sequence": root.sequence,
+            "tags": root.tags,
+            "tail": [catalogue.to_json(entry) for entry in root.tail],
+            "weightvc": "root 1",
+        },
+    )
+
+
+_OWN: Final = frozenset(
+    [
+        "branches",
+        "created",
+        "default",
+        "horizon",
+        "probe",
+        "repository",
+        "ring",
+        "segments",
+        "sequence",
+        "tags",
+        "tail",
+        "weightvc",
+    ]
+)
+
+
+def decode(data: frame.Buffer, what: str) -> Root:
+    """Read a root. Raises Corrupt naming `what`."""
+    head, _ = frame.decode(frame.ROOT, data, what)
+    try:
+        if head["weightvc"] != "root 1":
+            raise Corrupt(f"{what} is a {head['weightvc']!r}, which this weightvc does not know: upgrade it")
+        segments = tuple(SegmentRef(k, count) for k, count in head["segments"])
+        for segment in segments:
+            key.parse(segment.key, "segment")
+        return Root(
+            repository=head["repository"],
+            sequence=head["sequence"],
+            created=head["created"],
+            default=head["default"],
+            branches=dict(head["branches"]),
+            tags=head["tags"],
+            tail=tuple(catalogue.from_json(fields, what) for fields in head["tail"]),
+            segments=segments,
+            ring=tuple(head["ring"]),
+            horizon=head["horizon"],
+            probe=dict(head["probe"]),
+            extra={name: value for name, value in head.items() if name not in _OWN},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{what} is corrupt: {error!r}") from None

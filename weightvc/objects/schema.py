@@ -1,0 +1,126 @@
+"""The schema: names, dtypes and shapes of a tree's tensors, and where their chunks fall.
+
+Tensors stand in byte order of (component, name). A tensor's canonical bytes are cut into chunks of 4 MiB, the
+last one shorter; an empty tensor has none. Chunks are numbered through the whole tree in that order, which is
+also the order of the canonical stream: all tensors' bytes, one after the other.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from typing import Final
+
+from weightvc.errors import BadTensor, Corrupt
+from weightvc.objects import dtypes, frame
+from weightvc.objects.tensor import TensorInfo
+
+CHUNK: Final = 4 << 20
+"""Bytes of a chunk: the unit of digests, fixed in format 1."""
+
+
+class Schema:
+    """Tensors in order, with prefix sums over chunks and bytes."""
+
+    def __init__(self, tensors: Sequence[TensorInfo]) -> None:
+        self.tensors: list[TensorInfo] = list(tensors)
+        keys = [tensor[:2] for tensor in self.tensors]
+        for one, two in pairwise(keys):
+            if two <= one:
+                raise BadTensor(f"tensor {two[1][:200]!r} stands twice, or out of order")
+        counts = [-(-tensor.nbytes // CHUNK) for tensor in self.tensors]
+        self.first_chunk: list[int] = list(accumulate(counts, initial=0))
+        """The first chunk of each tensor, and the number of chunks."""
+        self.offset: list[int] = list(accumulate([tensor.nbytes for tensor in self.tensors], initial=0))
+        """Where each tensor begins in the canonical stream, and its end."""
+        self.positions: list[int] = [start for a, b in pairwise(self.offset) for start in range(a, b, CHUNK)]
+        """Where each chunk begins in the canonical stream, and its end."""
+        self.positions.append(self.offset[-1])
+        self.chunks = self.first_chunk[-1]
+        self.nbytes = self.offset[-1]
+
+    @cached_property
+    def index(self) -> dict[tuple[str, str], int]:
+        """Position of each tensor by (component, name)."""
+        return {(tensor.component, tensor.name): i for i, tensor in enumerate(self.tensors)}
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(dtypes.count(tensor.shape) for tensor in self.tensors)
+
+    def tensor_of(self, chunk: int) -> int:
+        """The tensor that `chunk` belongs to."""
+        return bisect_right(self.first_chunk, chunk) - 1
+
+    def span(self, chunk: int) -> tuple[int, int, int]:
+        """(tensor, start, stop): the bytes of `chunk` inside its tensor."""
+        tensor = self.tensor_of(chunk)
+        start = (chunk - self.first_chunk[tensor]) * CHUNK
+        return tensor, start, min(start + CHUNK, self.tensors[tensor].nbytes)
+
+    def chunk_at(self, tensor: int, byte: int) -> int:
+        """The chunk that holds a byte of a tensor."""
+        return self.first_chunk[tensor] + byte // CHUNK
+
+    def whole(self, low: int, high: int) -> tuple[int, int] | None:
+        """The tensors [first, last) that chunks [low, high) are exactly, or None."""
+        first, last = self.tensor_of(low), self.tensor_of(high - 1) + 1
+        exact = self.offset[first] == self.positions[low] and self.offset[last] == self.positions[high]
+        return (first, last) if exact else None
+
+    def position(self, chunk: int) -> int:
+        """Where `chunk` begins in the canonical stream; `chunks` itself gives the stream's end."""
+        return self.positions[chunk]
+
+    def sizes(self, low: int, high: int) -> list[int]:
+        """Bytes of each chunk in [low, high)."""
+        return [b - a for a, b in pairwise(self.positions[low : high + 1])]
+
+    def cuts(self, low: int, high: int) -> list[int]:
+        """Where chunks [low, high) begin, and where the last ends, counted from the first."""
+        origin = self.positions[low]
+        return [position - origin for position in self.positions[low : high + 1]]
+
+    @cached_property
+    def canonical(self) -> bytes:
+        """Canonical JSON of the schema; its blake3 is the schema's digest."""
+        components: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
+        for component, rows in groupby(self.tensors, key=itemgetter(0)):
+            components[component] = [(name, dtype, shape) for _, name, dtype, shape, _ in rows]
+        try:
+            return frame.canonical({"components": components, "weightvc": "schema 1"})
+        except UnicodeEncodeError:
+            raise BadTensor("a tensor name holds a lone surrogate, which UTF-8 cannot say: rename it") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """blake3 of the canonical JSON, hex."""
+        return frame.digest(self.canonical).hex()
+
+    def encode(self) -> bytes:
+        """The schema as a stored object."""
+        return frame.encode(frame.SCHEMA, {"schema": self.canonical.decode()})
+
+
+def decode(data: frame.Buffer, what: str) -> Schema:
+    """Read a stored schema. Raises Corrupt naming `what`."""
+    import json
+
+    head, _ = frame.decode(frame.SCHEMA, data, what)
+    try:
+        text = head["schema"]
+        fields = json.loads(text)
+        if fields["weightvc"] != "schema 1":
+            raise Corrupt(f"{what} is a {fields['weightvc']!r}, which this weightvc does not know: upgrade it")
+        tensors = [
+            TensorInfo(component, name, dtype, tuple(shape), dtypes.nbytes(dtype, shape))
+            for component, rows in sorted(fields["components"].items())
+            for name, dtype, shape in rows
+        ]
+        schema = Schema(tensors)
+        schema.__dict__["canonical"] = text.encode()
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Corrupt(f"{what} is corrupt: {error}") from None
+    return schema

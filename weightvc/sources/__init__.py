@@ -1,0 +1,73 @@
+"""What a commit can be made from: files, directories and URLs, tensors in memory, torch modules."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weightvc.errors import Refused
+from weightvc.sources.base import Layout, LayoutFile, Source, TensorInfo
+
+__all__ = ["Layout", "LayoutFile", "Source", "TensorInfo", "open_source"]
+
+
+def open_source(
+    source: Any,
+    *,
+    names: Any = "hf",
+    dtype: str | None = None,
+    name: str | None = None,
+    exclude: Iterable[str] = (),
+) -> Source:
+    """Open whatever can be committed; close() the result.
+
+    `source` is a path or URL (a .safetensors file, a directory, a .pt file), a mapping of names to torch
+    tensors or numpy arrays (or of components to such mappings), a torch.nn.Module, or a Source. `names` is
+    for modules (see open_module), `name` and `exclude` for files (see open_files). `dtype` has floating
+    tensors read as "bfloat16", "float16" or "float32".
+    Raises Refused (BadFile, BadTensor, BadName) and, for URLs, StoreError.
+    """
+    from weightvc.sources import cast as casting
+
+    if dtype is not None:
+        casting.target(dtype)
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    is_file = isinstance(source, str | os.PathLike)
+    if not is_file and (name is not None or exclude):
+        raise Refused("`name` and `exclude` are for files: leave them out for tensors and modules")
+    is_module = _is_module(source)
+    if not is_module and names != "hf":
+        raise Refused("`names` is for torch modules: leave it out, or rename the tensors yourself")
+    opened: Source
+    if is_file:
+        from weightvc.sources.files import open_files
+
+        opened = open_files(source, name=name, exclude=exclude)
+    elif is_module:
+        from weightvc.sources.module import open_module
+
+        opened = open_module(source, names)
+    elif isinstance(source, Mapping):
+        from weightvc.sources.memory import open_tensors
+
+        opened = open_tensors(source)
+    elif all(hasattr(source, part) for part in ("tensors", "layout", "read", "check", "close")):
+        opened = source
+    else:
+        raise Refused(
+            f"a {type(source).__module__}.{type(source).__qualname__} cannot be committed: give a path, URL, "
+            "a mapping of names to tensors, or a torch module"
+        )
+    if dtype is None:
+        return opened
+    try:
+        return casting.cast(opened, dtype)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _is_module(source: Any) -> bool:
+    # Loaded by now if the source is one; half loaded in another thread, it may lack nn yet.
+    kind = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    return kind is not None and isinstance(source, kind)
