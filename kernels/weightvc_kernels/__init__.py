@@ -1,0 +1,44 @@
+"""The differ: codecs for blocks of weights, on arrays only. No I/O, no torch, no compiled code.
+
+    encode_whole, decode_whole              a block by itself (RAW, PLANES)
+    encode_patch, decode_patch,             a block against an old one (SPARSE, DENSE, or whole)
+    decode_patch_into, positions_values
+    diff_lanes, ulp_steps                   what changed, and by how much
+
+All are pure, release the GIL in their heavy parts, and may be called from any number of threads. They run on
+numpy and zstd: both load in a tenth of a second and there is nothing to compile on the first call.
+The layout of the payloads is in `codec` and `streams`.
+"""
+
+from weightvc_kernels.codec import (
+    BLOCK_LIMIT,
+    DENSE,
+    PLANES,
+    RAW,
+    SPARSE,
+    decode_patch,
+    decode_patch_into,
+    decode_whole,
+    encode_patch,
+    encode_whole,
+    positions_values,
+)
+from weightvc_kernels.errors import CodecError
+from weightvc_kernels.lanes import diff_lanes, ulp_steps
+
+__all__ = [
+    "BLOCK_LIMIT",
+    "DENSE",
+    "PLANES",
+    "RAW",
+    "SPARSE",
+    "CodecError",
+    "decode_patch",
+    "decode_patch_into",
+    "decode_whole",
+    "diff_lanes",
+    "encode_patch",
+    "encode_whole",
+    "positions_values",
+    "ulp_steps",
+]
