@@ -1,0 +1,307 @@
+import io
+import os
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightvc.errors import BadName, BadTensor
+from weightvc.objects import dtypes
+from weightvc.sources import open_source
+from weightvc.sources.header import read_header
+from weightvc.sources.memory import NUMPY_DTYPES, TORCH_DTYPES, open_tensors, to_numpy, to_torch
+
+from .contents import content
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_every_torch_dtype_as_in_a_safetensors_file_and_back(name):
+    kind = getattr(torch, name)
+    data = os.urandom(6 * kind.itemsize)
+    if name == "bool":
+        data = b"\0\1" * 3
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(2, 3)
+    saved = safetensors.torch.save({"w": tensor})
+    header = read_header(lambda start, stop: saved[start:stop], len(saved))
+    _, dtype, shape, begin, end = header.tensors[0]
+    source = open_tensors({"w": tensor})
+    assert content(source) == {("", "w"): (dtype, shape, saved[begin:end])}
+    assert saved[begin:end] == data
+
+    back = to_torch(dtype, shape, bytearray(data))
+    assert back.dtype == kind
+    assert back.shape == tensor.shape
+    assert raw(back) == data
+    flipped = bytearray(data)
+    flipped[0] ^= 1
+    assert content(open_tensors({"w": to_torch(dtype, shape, flipped)}))["", "w"][2] == bytes(flipped)
+
+
+@pytest.mark.parametrize("name", NUMPY_DTYPES)
+def test_every_numpy_dtype_and_back(name):
+    kind = np.dtype(getattr(ml_dtypes, name, name))
+    data = os.urandom(6 * kind.itemsize)
+    array = np.frombuffer(data, dtype=kind).reshape(2, 3)
+    assert content(open_tensors({"w": array})) == {("", "w"): (NUMPY_DTYPES[name], (2, 3), data)}
+    back = to_numpy(NUMPY_DTYPES[name], (2, 3), bytearray(data))
+    assert back.dtype == kind
+    assert back.tobytes() == data
+    back.view("u1")[0, 0] ^= 1
+    if kind.itemsize > 1 and kind.kind != "V":
+        swapped = array.astype(kind.newbyteorder(">"))
+        assert content(open_tensors({"w": swapped})) == {("", "w"): (NUMPY_DTYPES[name], (2, 3), array.tobytes())}
+
+
+def test_tensors_over_a_buffer_share_it():
+    data = bytearray(8)
+    a, b = to_torch("I16", (2, 2), data), to_numpy("I16", (4,), memoryview(data))
+    a[0, 1] = 7
+    assert b.tolist() == [0, 7, 0, 0]
+    assert data[2] == 7
+    for build in (to_torch, to_numpy):
+        assert tuple(build("F32", (0, 3), bytearray()).shape) == (0, 3)
+        assert tuple(build("F32", (), bytearray(4)).shape) == ()
+
+
+@pytest.mark.parametrize(
+    ("build", "dtype"), [(to_torch, "F6_E2M3"), (to_numpy, "F6_E3M2"), (to_numpy, "F4"), (to_torch, "X9")]
+)
+def test_what_a_library_lacks_is_refused_by_name(build, dtype):
+    with pytest.raises(BadTensor, match=dtype):
+        build(dtype, (4,), bytearray(3))
+
+
+def test_views_give_their_logical_values():
+    neg = torch._neg_view(torch.tensor([1.0, 2.0]))
+    conj = torch.tensor([1 + 2j], dtype=torch.complex64).conj()
+    imag = conj.imag
+    found = content(open_tensors({"neg": neg, "conj": conj, "imag": imag}))
+    assert np.frombuffer(found["", "neg"][2], "<f4").tolist() == [-1, -2]
+    assert np.frombuffer(found["", "conj"][2], "<c8").tolist() == [1 - 2j]
+    assert np.frombuffer(found["", "imag"][2], "<f4").tolist() == [-2]
+
+
+def layouts():
+    w = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
+    big = torch.arange(2000, dtype=torch.float32).reshape(100, 20)
+    return {
+        "t": w.t(),
+        "expand": torch.arange(4, dtype=torch.int64).expand(3, 4),
+        "channels": torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "slice": big[:1],
+        "column": big[:, 3],
+        "step": big[::7, ::3],
+        "grad": torch.nn.Parameter(torch.ones(2, 2)),
+        "buffer": torch.nn.Buffer(torch.ones(2)),
+        "scalar": big[3, 4],
+        "bool": torch.tensor([[True, False], [True, True]]).t(),
+        "fp8": torch.arange(6, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(2, 3).t(),
+        "fp4 rows": torch.arange(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).reshape(4, 4)[::2],
+    }
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_layouts_give_logical_bytes(name):
+    tensor = layouts()[name]
+    plain = tensor.detach()
+    data = raw(plain.view(torch.uint8) if plain.dtype == torch.float4_e2m1fn_x2 else plain)
+    source = open_tensors({"w": tensor})
+    assert source.tensors[0].nbytes == len(data) == plain.numel() * plain.element_size()
+    assert content(source)["", "w"][2] == data
+    for start in range(0, len(data), 3):
+        assert bytes(source.read(0, start, min(start + 5, len(data)))) == data[start : start + 5]
+    if plain.dtype != torch.float4_e2m1fn_x2:
+        assert content(open_tensors({"w": plain.contiguous()})) == content(source)
+        if plain.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+            assert content(open_tensors({"w": plain.numpy()})) == content(source)
+
+
+def test_a_contiguous_tensor_is_not_copied():
+    tensor = torch.zeros(1000)
+    array = np.zeros(1000, "<f4")
+    source = open_tensors({"t": tensor, "a": array})
+    views = {info.name: source.read(i, 4, 12) for i, info in enumerate(source.tensors)}
+    tensor[1] = 1
+    array[1] = 1
+    for view in views.values():
+        assert isinstance(view, memoryview)
+        assert bytes(view) == np.array([1, 0], "<f4").tobytes()
+
+
+def test_empty_and_0_dim_tensors():
+    values = {
+        "weight_scale": torch.tensor(1.5),
+        "n": torch.tensor(7),
+        "a": torch.zeros(0, 3),
+        "b": np.zeros((2, 0), "i2"),
+        "c": np.array(3, "u1"),
+        "big": np.array(3, ">u2"),
+    }
+    found = content(open_tensors(values))
+    assert {name: (dtype, shape) for (_, name), (dtype, shape, _) in found.items()} == {
+        "weight_scale": ("F32", ()),
+        "n": ("I64", ()),
+        "a": ("F32", (0, 3)),
+        "b": ("I16", (2, 0)),
+        "c": ("U8", ()),
+        "big": ("U16", ()),
+    }
+    assert found["", "n"][2] == (7).to_bytes(8, "little")
+    assert found["", "big"][2] == b"\3\0"
+    assert content(open_tensors({})) == {}
+    assert open_tensors({}).layout is None
+
+
+def test_components():
+    one, two = torch.ones(1), torch.zeros(1)
+    source = open_source({"draft": {"w": one}, "": {"w": two, "v": one}, "a/b": {"w": two}})
+    assert [(info.component, info.name) for info in source.tensors] == [
+        ("", "v"),
+        ("", "w"),
+        ("a/b", "w"),
+        ("draft", "w"),
+    ]
+    assert content(source)["draft", "w"][2] == raw(one)
+    with pytest.raises(BadName):
+        open_tensors({"../x": {"w": one}})
+    with pytest.raises(BadTensor, match="'x'"):
+        open_tensors({"x": {}})
+    with pytest.raises(BadTensor, match="'m': a dict"):
+        open_tensors({"m": {"w": one}, "w": one})
+
+
+def test_tied_tensors_keep_both_names():
+    w = torch.arange(4.0)
+    found = content(open_tensors({"embed": w, "lm_head": w}))
+    assert found["", "embed"] == found["", "lm_head"] == ("F32", (4,), raw(w))
+
+
+def test_what_is_no_tensor_is_named_with_its_type():
+    bad = {"w": torch.ones(1), "l._extra_state": io.BytesIO(), "b": None, "step": 3}
+    with pytest.raises(BadTensor) as caught:
+        open_source(bad)
+    message = str(caught.value)
+    for part in ("'l._extra_state': a _io.BytesIO", "'b': a NoneType", "'step': a int"):
+        assert part in message
+    assert "'w'" not in message
+    with pytest.raises(BadTensor, match="and 15 more"):
+        open_tensors({str(i): i for i in range(25)})
+    with pytest.raises(BadTensor, match=r"3: a name of type int"):
+        open_tensors({3: torch.ones(1)})
+    with pytest.raises(BadTensor, match="Unicode"):
+        open_tensors({"\ud800": torch.ones(1)})
+    names = ["", "../../x", "a\0b", "n" * 5000, "A", "a", "é", "e\u0301"]
+    assert [info.name for info in open_tensors(dict.fromkeys(names, torch.ones(1))).tensors] == sorted(names)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def sparse():
+    return torch.eye(3).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        (lambda: torch.ones(2, device="meta"), "meta"),
+        (lambda: torch.nn.Parameter(torch.ones(2, device="meta")), "meta"),
+        (sparse, "sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested"),
+        (lambda: torch.ones(2).as_subclass(Sub), "Sub"),
+        (lambda: torch.nn.UninitializedParameter(), "UninitializedParameter"),
+        (lambda: torch.ones(2, dtype=torch.complex128), "complex128"),
+        (lambda: torch.ones(2, dtype=torch.complex32), "complex32"),
+        (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.bits8), "bits8"),
+        (lambda: torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).t(), "fp4"),
+        (lambda: torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "fp4"),
+        (lambda: np.zeros(2, "c16"), "complex128"),
+        (lambda: np.array([None]), "object"),
+        (lambda: np.array(["a"]), "str"),
+        (lambda: np.zeros(2, "f4,i4"), "dtype void64"),
+        (lambda: np.zeros(2, "M8[s]"), "datetime64"),
+        (lambda: np.zeros(2, np.longdouble), "float128"),
+        (lambda: np.zeros(2, ml_dtypes.int4), "int4"),
+        (lambda: np.zeros(2, ml_dtypes.float4_e2m1fn), "float4_e2m1fn"),
+        (lambda: np.zeros(2, ml_dtypes.float8_e3m4), "float8_e3m4"),
+        (lambda: np.ma.zeros(2), "MaskedArray"),
+        (lambda: np.float32(1), "float32"),
+        (lambda: [1.0], "list"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(value, part):
+    with pytest.raises(BadTensor, match=f"'the.key': .*{part}"):
+        open_tensors({"the.key": value()})
+
+
+def test_a_dtensor_is_refused_by_name(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        for value in (sharded, torch.nn.Parameter(sharded)):
+            with pytest.raises(BadTensor, match=r"'the.key': a DTensor.*full_tensor"):
+                open_tensors({"the.key": value})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_tensor_of_2_33_elements():
+    size = 2**33
+    array = np.zeros(size, "u1")
+    array[[2**31, 2**32 + 5]] = 1
+    source = open_tensors({"w": array, "t": torch.from_numpy(array)})
+    for index in range(2):
+        assert bytes(source.read(index, 2**32 + 4, 2**32 + 7)) == b"\0\1\0"
+        assert bytes(source.read(index, 2**31 - 1, 2**31 + 2)) == b"\0\1\0"
+
+
+def test_threads_read_laid_out_tensors():
+    tensors = {str(i): torch.arange(1000, dtype=torch.int32).add(i).reshape(10, 100).t() for i in range(4)}
+    source = open_tensors(tensors)
+    expected = [raw(tensors[info.name]) for info in source.tensors]
+    faults = []
+
+    def reader(offset: int) -> None:
+        for i in range(200):
+            index = (i + offset) % 4
+            if bytes(source.read(index, 40 + i, 400 + i)) != expected[index][40 + i : 400 + i]:
+                faults.append(index)
+
+    threads = [threading.Thread(target=reader, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=4),
+    st.randoms(use_true_random=False),
+    st.sampled_from(["u1", "<f2", ">i4"]),
+)
+def test_any_strided_array_gives_its_logical_bytes(shape, random, dtype):
+    array = np.arange(np.prod(shape, dtype=int), dtype=dtype).reshape(shape)
+    axes = list(range(len(shape)))
+    random.shuffle(axes)
+    view = array.transpose(axes)[(..., *(slice(None, None, random.choice([1, -1, 2])) for _ in axes))]
+    little = np.ascontiguousarray(view, dtype=np.dtype(dtype).newbyteorder("<"))
+    found = content(open_tensors({"w": view}))["", "w"]
+    assert found[1:] == (view.shape, little.tobytes())
+    assert dtypes.nbytes(*found[:2]) == len(found[2])

@@ -1,0 +1,235 @@
+"""Checkpoints as files: one safetensors file or a directory of them, local or at any fsspec URL."""
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from weightvc.errors import BadFile, BadName
+from weightvc.sources.base import Layout, LayoutFile, Source, TensorInfo
+from weightvc.sources.header import Header, collector_paused, read_header, shown, strict_json
+from weightvc.sources.local import LocalFiles
+from weightvc.sources.paths import check_relative, check_together
+from weightvc.sources.remote import RemoteFiles
+
+WEIGHTS = ".safetensors"
+INDEX = ".safetensors.index.json"
+PICKLES = (".pt", ".pth", ".bin")
+DEFAULT_NAME = "model.safetensors"
+
+MAX_SIDE_FILE = 64 << 20
+"""Bytes that one side file may have."""
+
+MAX_SIDE_FILES = 256 << 20
+"""Bytes that all side files of a checkpoint may have."""
+
+Files = LocalFiles | RemoteFiles
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` is a URL (or a chain of them) and not a local path; file: URLs are local."""
+    return ("://" in path or "::" in path) and not path.startswith("file://")
+
+
+def open_files(
+    path_or_url: str | os.PathLike[str], *, name: str | None = None, exclude: Iterable[str] = ()
+) -> Source:
+    """Open a .safetensors file, a directory of them, or a .pt, .pth or .bin file.
+
+    A single file gets the path `name` in the layout ("model.safetensors" by default). In a directory, all
+    files count: *.safetensors as weights (component: their folder), the others as side files, kept byte for
+    byte. Left out are what a pattern of `exclude` matches (a path or any of its parts, as in *.pt or
+    optimizer), and `.weightvc` and `.git` at the top.
+    Raises BadFile, BadName, BadTensor; for URLs also AccessDenied, Unavailable.
+    """
+    location = os.fspath(path_or_url).removeprefix("file://")
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    files = RemoteFiles(location) if is_url(location) else LocalFiles(location)
+    try:
+        if files.is_directory:
+            if name is not None:
+                raise BadFile(f"{location}: a name ({name!r}) can be given to a single file only: leave it out")
+            return _open_directory(files, exclude)
+        if exclude:
+            raise BadFile(f"{location}: is one file: leave `exclude` out")
+        if location.endswith(PICKLES):
+            if name is not None:
+                raise BadFile(f"{location}: a pickle has no layout to name: leave `name` out")
+            from weightvc.sources.pickled import open_pickled
+
+            files.close()
+            return open_pickled(location)
+        return _open_single(files, DEFAULT_NAME if name is None else name)
+    except BaseException:
+        files.close()
+        raise
+
+
+class FileSource:
+    """Tensors of one or more safetensors files. Made by open_files()."""
+
+    def __init__(self, files: Files, headers: dict[str, tuple[str, Header]], side: list[LayoutFile]) -> None:
+        """`headers` gives each weights file's place in `files` and header by its path in the layout."""
+        self._files = files
+        weights: list[LayoutFile] = []
+        found: list[tuple[TensorInfo, str, int]] = []
+        with collector_paused():
+            for path, (place, header) in headers.items():
+                component = path.rpartition("/")[0]
+                found += [
+                    (TensorInfo(component, name, dtype, shape, end - begin), place, begin)
+                    for name, dtype, shape, begin, end in header.tensors
+                ]
+                weights.append(LayoutFile(path, files.sizes[place], header.prefix, weights=True))
+            found.sort()
+            self.tensors: Sequence[TensorInfo] = [info for info, _, _ in found]
+            self._places = [(place, begin) for _, place, begin in found]
+            # Neighbours of the same number lie one after the other in a file: they are read at once.
+            self._run: list[int] = []
+            run, end = 0, ("", -1)
+            for info, place, begin in found:
+                run += (place, begin) != end
+                end = (place, begin + info.nbytes)
+                self._run.append(run)
+        for (one, first, _), (two, second, _) in pairwise(found):
+            if one.name == two.name and one.component == two.component:
+                raise BadFile(
+                    f"tensor {shown(one.name)} is in {first!r} and in {second!r}: keep one, or exclude a file"
+                )
+        self.layout: Layout | None = Layout(tuple(sorted(weights + side, key=lambda file: file.path)))
+
+    def read(self, index: int, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of `tensors[index]`. Raises BadFile if its file has changed."""
+        if not 0 <= start <= stop <= self.tensors[index].nbytes:
+            raise IndexError(f"bytes {start} to {stop} of tensor {shown(self.tensors[index].name)}")
+        place, begin = self._places[index]
+        return self._files.read(place, begin + start, begin + stop)
+
+    def read_run(self, first: int, last: int) -> bytes:
+        """Bytes of `tensors[first:last]`, one after the other. Raises BadFile if a file has changed."""
+        pieces = []
+        while first < last:
+            after = min(bisect_right(self._run, self._run[first]), last)
+            place, begin = self._places[first]
+            end = self._places[after - 1][1] + self.tensors[after - 1].nbytes
+            pieces.append(self._files.read(place, begin, end))
+            first = after
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def check(self) -> None:
+        """Raise BadFile if a file is not the one that was opened."""
+        self._files.check()
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        self._files.close()
+
+
+def _open_single(files: Files, name: str) -> FileSource:
+    check_relative(name)
+    if not name.endswith(WEIGHTS):
+        raise BadName(f"name {name!r} must end in {WEIGHTS}")
+    files.keep([""])
+    return FileSource(files, {name: ("", _read_header(files, ""))}, [])
+
+
+def _open_directory(files: Files, exclude: tuple[str, ...]) -> FileSource:
+    def left_out(path: str) -> bool:
+        parts = path.split("/")
+        if parts[0] in (".weightvc", ".git"):
+            return True
+        prefixes = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+        return any(fnmatchcase(text, pattern) for pattern in exclude for text in (*parts, *prefixes))
+
+    paths = files.walk(left_out)
+    for path in paths:
+        check_relative(path)
+    check_together(paths)
+    files.keep(paths)
+    weights = [path for path in paths if path.endswith(WEIGHTS)]
+    others = [path for path in paths if not path.endswith(WEIGHTS)]
+    if not weights:
+        raise BadFile(_nothing_here(files, others))
+    _check_sizes(files, others)
+
+    def side_file(path: str) -> LayoutFile:
+        return LayoutFile(path, files.sizes[path], files.read(path, 0, files.sizes[path]))
+
+    def header(path: str) -> Header:
+        return _read_header(files, path)
+
+    if files.is_remote:
+        with ThreadPoolExecutor(8) as pool:
+            side = list(pool.map(side_file, others))
+            headers = list(pool.map(header, weights))
+    else:
+        side = list(map(side_file, others))
+        headers = list(map(header, weights))
+    by_path = dict(zip(weights, headers))
+    for file in side:
+        if file.path.endswith(INDEX):
+            _check_index(file, by_path)
+    return FileSource(files, {path: (path, header) for path, header in by_path.items()}, side)
+
+
+def _read_header(files: Files, path: str) -> Header:
+    return read_header(lambda start, stop: files.read(path, start, stop), files.sizes[path], files.where(path))
+
+
+def _nothing_here(files: Files, others: list[str]) -> str:
+    pickles = [path for path in others if path.endswith(PICKLES)]
+    if pickles:
+        return (
+            f"{files.root}: has no {WEIGHTS} file, but {pickles[0]!r}: give that file, or convert it with "
+            "safetensors.torch.save_file"
+        )
+    some = ", ".join(map(repr, others[:5])) or "nothing"
+    return f"{files.root}: has no {WEIGHTS} file below it (found: {some}): give the folder that has the weights"
+
+
+def _check_sizes(files: Files, paths: list[str]) -> None:
+    total = 0
+    for path in paths:
+        size = files.sizes[path]
+        total += size
+        if size > MAX_SIDE_FILE:
+            raise BadFile(
+                f"{files.where(path)}: a side file of {size >> 20} MiB (at most {MAX_SIDE_FILE >> 20}): "
+                f"leave it out with exclude={path!r}"
+            )
+        if total > MAX_SIDE_FILES:
+            raise BadFile(
+                f"{files.where(path)}: with it side files have over {MAX_SIDE_FILES >> 20} MiB: leave "
+                "some out with `exclude`"
+            )
+
+
+def _check_index(index: LayoutFile, headers: dict[str, Header]) -> None:
+    """Check that a shard map says exactly what the shards beside it hold."""
+    where = repr(index.path)
+    content = strict_json(index.content, where)
+    weight_map = content.get("weight_map") if type(content) is dict else None
+    if type(weight_map) is not dict or not all(type(file) is str for file in weight_map.values()):
+        raise BadFile(f"{where}: has no weight_map of tensor names to file names: write it again")
+    folder = index.path.rpartition("/")[0]
+    held: dict[str, set[str]] = {}
+    for file in sorted(set(weight_map.values())):
+        try:
+            check_relative(file)
+        except BadName as error:
+            raise BadFile(f"{where}: names an unsafe file: {error}") from None
+        path = f"{folder}/{file}" if folder else file
+        if "/" in file or path not in headers:
+            raise BadFile(
+                f"{where}: names {file!r}, which is not a {WEIGHTS} file beside it: add it, or mend the map"
+            )
+        held[file] = {tensor[0] for tensor in headers[path].tensors}
+    for name, file in weight_map.items():
+        if name not in held[file]:
+            raise BadFile(f"{where}: says that tensor {shown(name)} is in {file!r}, but it is not: write it again")
+    for file, names in held.items():
+        for name in sorted(names):
+            if weight_map.get(name) != file:
+                raise BadFile(f"{where}: does not say that tensor {shown(name)} is in {file!r}: write it again")

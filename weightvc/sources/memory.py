@@ -1,0 +1,282 @@
+"""Tensors in memory: torch tensors and numpy arrays by name, and tensors built over given bytes.
+
+torch is never imported to read: a torch tensor in the mapping means that it is loaded already.
+"""
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightvc.errors import BadName, BadTensor
+from weightvc.objects import dtypes
+from weightvc.sources.base import Layout, TensorInfo
+from weightvc.sources.header import shown
+from weightvc.sources.paths import check_relative
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+TORCH_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+"""Format names by torch's. A float4_e2m1fn_x2 element is two of F4: the last extent doubles."""
+
+# The packed type has no counterpart: ml_dtypes keeps one float4 a byte, safetensors two.
+NUMPY_DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if dtype != "F4"}
+"""Format names by numpy's and ml_dtypes'."""
+
+_KEPT = 2
+_KEPT_BYTES = 256 << 20
+
+
+def open_tensors(tensors: Mapping[str, Any], where: str = "the mapping") -> "MemorySource":
+    """A source over `{name: tensor}`, or `{component: {name: tensor}}`.
+
+    Values are torch tensors (any device; Parameters and Buffers too) or numpy arrays, dense, of a dtype that
+    safetensors has. Nothing is copied here: do not change the tensors before the commit returns. Raises
+    BadTensor naming up to ten keys that cannot be kept, BadName for a component that is no relative path.
+    """
+    nested = bool(tensors) and all(isinstance(value, Mapping) for value in tensors.values())
+    components: Mapping[str, Mapping[str, Any]] = tensors if nested else {"": tensors}
+    found: list[tuple[TensorInfo, Any]] = []
+    faults: list[str] = []
+    for component, values in components.items():
+        if type(component) is not str:
+            raise BadName(f"component {component!r} of {where} is no string: use str")
+        if component:
+            check_relative(component)
+        if nested and not values:
+            faults.append(f"component {component!r} has no tensors")
+        for name, value in values.items():
+            fault = _name_fault(name) or tensor_fault(value)
+            if fault:
+                prefix = f"component {component!r}, " if component else ""
+                faults.append(f"{prefix}{shown(name) if type(name) is str else repr(name)}: {fault}")
+            else:
+                found.append((_info(component, name, value), value))
+    if faults:
+        more = f"; and {len(faults) - 10} more" if len(faults) > 10 else ""
+        raise BadTensor(f"{where} has what cannot be kept: {'; '.join(faults[:10])}{more}")
+    found.sort(key=lambda item: (item[0].component, item[0].name))
+    return MemorySource([info for info, _ in found], [value for _, value in found])
+
+
+class MemorySource:
+    """Tensors in memory. Made by open_tensors()."""
+
+    def __init__(self, tensors: list[TensorInfo], values: list[Any]) -> None:
+        """`values[i]` is the tensor that `tensors[i]` describes."""
+        self.tensors: Sequence[TensorInfo] = tensors
+        self.layout: Layout | None = None
+        self._values = values
+        self._kept: OrderedDict[int, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, index: int, start: int, stop: int) -> memoryview | bytes:
+        """Bytes [start, stop) of `tensors[index]`; a view of the tensor itself where that is possible."""
+        info = self.tensors[index]
+        if not 0 <= start <= stop <= info.nbytes:
+            raise IndexError(f"bytes {start} to {stop} of tensor {shown(info.name)}")
+        if start == stop:
+            return b""
+        value = self._values[index]
+        if _is_torch(value):
+            if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+                flat = _torch_bytes(value)[start:stop]
+                return memoryview(flat.cpu().numpy())
+            return self._materialised(index, value)[start:stop]
+        if value.flags.c_contiguous and value.dtype.newbyteorder("<") == value.dtype:
+            return _numpy_bytes(value)[start:stop]
+        return self._materialised(index, value)[start:stop]
+
+    def check(self) -> None:
+        """Nothing to check: the caller keeps the tensors as they are."""
+
+    def close(self) -> None:
+        """Forget the tensors that were laid out anew; idempotent."""
+        with self._lock:
+            self._kept.clear()
+
+    def _materialised(self, index: int, value: Any) -> memoryview:
+        # One lock for all, so that threads reading ranges of one tensor lay it out once.
+        with self._lock:
+            view = self._kept.get(index)
+            if view is None:
+                view = _laid_out(value)
+                self._kept[index] = view
+                while len(self._kept) > _KEPT and sum(map(len, self._kept.values())) > _KEPT_BYTES:
+                    self._kept.popitem(last=False)
+            return view
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor)
+
+
+def _name_fault(name: Any) -> str:
+    if type(name) is not str:
+        return f"a name of type {type(name).__name__}: use str"
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            return "a name that is not valid Unicode: rename it"
+    return ""
+
+
+def tensor_fault(value: Any) -> str:
+    """Why `value` cannot be kept as a tensor, with the mend; "" if it can."""
+    if _is_torch(value):
+        return _torch_fault(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "ndarray") and isinstance(value, numpy.ndarray):
+        if type(value) not in (numpy.ndarray, numpy.memmap):
+            return f"a {_type_name(value)}: pass a plain numpy.ndarray"
+        if value.dtype.name not in NUMPY_DTYPES:
+            return f"dtype {value.dtype.name}, which safetensors does not have: convert it"
+        return ""
+    return f"a {_type_name(value)}, not a tensor: take it out, or make it one"
+
+
+def gather_fault(value: Any) -> str:
+    """Why a torch tensor has no bytes here (meta, sharded), with the mend; "" if it has."""
+    if any(kind.__name__ == "DTensor" for kind in type(value).__mro__):
+        return "a DTensor, of which this process has a shard: gather it first with .full_tensor()"
+    if value.is_meta:
+        return "a meta tensor, which has no bytes: load the weights first"
+    return ""
+
+
+def _torch_fault(value: Any) -> str:
+    import torch
+
+    fault = gather_fault(value)
+    if fault:
+        return fault
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {_type_name(value)}, a tensor of its own kind: pass the plain tensors that it consists of"
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        return f"a {kind} tensor: pass value.to_dense() or its parts"
+    if value.is_quantized:
+        return f"a quantized tensor ({value.dtype}): pass value.int_repr(), scales and zero points"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in TORCH_DTYPES:
+        return f"dtype {dtype}, which safetensors does not have: convert it, or view it as another"
+    if TORCH_DTYPES[dtype] == "F4":
+        if value.dim() == 0:
+            return "a 0-dim packed fp4 tensor: view it as uint8"
+        if value.shape[-1] > 1 and value.stride(-1) != 1:
+            return "packed fp4 with its last dimension strided: unpack, transpose and pack it again"
+    return ""
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _info(component: str, name: str, value: Any) -> TensorInfo:
+    shape = tuple(int(extent) for extent in value.shape)
+    if _is_torch(value):
+        dtype = TORCH_DTYPES[str(value.dtype).removeprefix("torch.")]
+        if dtype == "F4":
+            shape = (*shape[:-1], shape[-1] * 2)
+    else:
+        dtype = NUMPY_DTYPES[value.dtype.name]
+    return TensorInfo(component, name, dtype, shape, dtypes.nbytes(dtype, shape))
+
+
+def _torch_bytes(tensor: Any) -> Any:
+    """The bytes of a contiguous tensor as a flat uint8 tensor over the same memory."""
+    import torch
+
+    # Not reshape(-1): a single element may keep a stride of its own, which view() refuses.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _numpy_bytes(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view("u1"))
+
+
+def _laid_out(value: Any) -> memoryview:
+    """The logical elements of a tensor in row-major order, little-endian, as bytes in main memory."""
+    if _is_torch(value):
+        import torch
+
+        plain = value.detach().resolve_conj().resolve_neg()
+        # As integers, so that no copy kernel can be missing for a rare dtype or touch a NaN.
+        lanes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        if not plain.is_contiguous():
+            plain = plain.view(lanes[plain.element_size()]).contiguous()
+        return memoryview(_torch_bytes(plain.cpu()).numpy())
+    import numpy
+
+    # Not ascontiguousarray: it makes a 0-dim array 1-dim, harmless here, but copies less plainly.
+    return _numpy_bytes(numpy.array(value, dtype=value.dtype.newbyteorder("<"), order="C"))
+
+
+def to_torch(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -> "torch.Tensor":
+    """A torch tensor over `data`: canonical bytes, writable, kept alive by the tensor; nothing is copied.
+
+    F4 comes as float4_e2m1fn_x2 with half the last extent. Raises BadTensor for what torch lacks (F6).
+    """
+    import torch
+
+    name = next((name for name, known in TORCH_DTYPES.items() if known == dtype), None)
+    kind = getattr(torch, name, None) if name else None
+    if kind is None or (dtype == "F4" and (not shape or shape[-1] % 2)):
+        dtypes.bits(dtype)
+        raise BadTensor(
+            f"torch {torch.__version__} has no tensor for {dtype} of shape {list(shape)}: check out files"
+        )
+    if dtype == "F4":
+        shape = (*shape[:-1], shape[-1] // 2)
+    if len(data) == 0:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def to_numpy(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -> "numpy.ndarray[Any, Any]":
+    """A numpy array over `data`: canonical bytes, kept alive by the array; nothing is copied.
+
+    Types that numpy lacks come as ml_dtypes types. Raises BadTensor without ml_dtypes, and for F4 and F6.
+    """
+    import numpy
+
+    name = next((name for name, known in NUMPY_DTYPES.items() if known == dtype), None)
+    if name is None:
+        dtypes.bits(dtype)
+        raise BadTensor(f"numpy has no array for packed {dtype}: check it out as a file, or load it with torch")
+    if dtype == "BF16" or dtype.startswith("F8_"):
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise BadTensor(f"numpy needs ml_dtypes for {dtype}: pip install ml-dtypes, or use torch") from None
+        kind = numpy.dtype(getattr(ml_dtypes, name))
+    else:
+        kind = numpy.dtype(name).newbyteorder("<")
+    return numpy.frombuffer(data, dtype=kind).reshape(shape)
