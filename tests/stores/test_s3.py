@@ -1,0 +1,74 @@
+"""S3 against a real server: identities, prefixes, and what a listing may show."""
+
+import pytest
+
+from tests.kit.seaweed import BUCKET, Seaweed
+from tests.kit.servers import Place
+from weightvc.errors import AccessDenied, KeyNotFound
+from weightvc.stores import Got, open_store
+
+
+def test_the_reader_can_get_and_nothing_else(s3_place: Place) -> None:
+    store, reader = s3_place.open(), s3_place.open_reader()
+    etag = store.put("kind/k", b"value")
+    assert reader.get("kind/k") == Got(b"value", etag, 5)
+    assert reader.get("kind/k", start=1, length=2) == Got(b"al", etag, 5)
+    assert reader.get("kind/k", length=0) == Got(b"", etag, 5)
+    assert reader.get("kind/k", unless_etag=etag) is None
+    for call in (
+        lambda: reader.put("kind/l", b""),
+        lambda: reader.create("kind/l", b""),
+        lambda: reader.swap("kind/k", b"", etag),
+        lambda: list(reader.list()),
+    ):
+        with pytest.raises(AccessDenied):
+            call()
+    assert isinstance(reader.delete(["kind/k"])["kind/k"], AccessDenied)
+    assert store.get("kind/k") == Got(b"value", etag, 5)
+
+
+def test_wrong_credentials(s3_place: Place) -> None:
+    with pytest.raises(AccessDenied, match="check the secret key"):
+        s3_place.open(secret_key="wrong").get("k")
+    with pytest.raises(AccessDenied, match="check the access key"):
+        s3_place.open(access_key="nobody").get("k")
+
+
+def test_spellings_of_one_place_and_its_sibling(seaweed: Seaweed) -> None:
+    base = seaweed.place().url
+    stores = [open_store(base + tail, **seaweed.options) for tail in ("/p", "/p/", "//p", "//p//")]
+    sibling = open_store(f"{base}/p2", **seaweed.options)
+    assert {store.url for store in stores} == {f"{base}/p/"}
+    for i, store in enumerate(stores):
+        store.put(f"k{i}", b"x")
+    sibling.put("k0", b"sibling")
+    for store in stores:
+        assert [one.key for one in store.list()] == ["k0", "k1", "k2", "k3"]
+    assert stores[0].delete(one.key for one in stores[1].list()) == {}
+    assert list(stores[2].list()) == []
+    got = sibling.get("k0")
+    assert got is not None
+    assert got.data == b"sibling"
+
+
+def test_no_such_bucket(seaweed: Seaweed) -> None:
+    store = open_store("s3://no-such-bucket/p", **seaweed.options)
+    with pytest.raises(KeyNotFound):
+        store.get("k")
+    with pytest.raises(KeyNotFound, match="no-such-bucket"):
+        list(store.list())
+
+
+def test_large_object(s3_place: Place) -> None:
+    data = bytes(range(256)) * (20 << 12)  # 20 MiB: a first part and a rest
+    store = s3_place.open()
+    etag = store.put("pack", data)
+    got = store.get("pack")
+    assert got is not None
+    assert (got.data == data, got.etag, got.size) == (True, etag, len(data))
+
+
+def test_objects_lie_where_the_url_says(s3_place: Place, seaweed: Seaweed) -> None:
+    s3_place.open().put("kind/k", b"value")
+    prefix = s3_place.url.removeprefix(f"s3://{BUCKET}/")
+    assert seaweed.client().get_object(Bucket=BUCKET, Key=f"{prefix}/kind/k")["Body"].read() == b"value"
