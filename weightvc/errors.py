@@ -16,7 +16,8 @@
     │   ├── BadTensor         a tensor, dtype or shape that cannot be kept
     │   ├── BadFile           a checkpoint file or directory that is malformed or unsafe
     │   ├── BadName           a ref, path or key that cannot be used
-    │   └── UnsafeStore       a store that does not keep its promises
+    │   ├── UnsafeStore       a store that does not keep its promises
+    │   └── Unsupported       written by a newer weightvc: upgrade
     └── StoreError      the store or the network: retry later     (also an OSError)
         ├── AccessDenied      the credentials do not allow it
         └── Unavailable       refused, throttled, timed out or cut short, after retries
@@ -114,6 +115,10 @@ class BadName(Refused):
 
 class UnsafeStore(Refused):
     """The store ignores conditions that the protocol relies on."""
+
+
+class Unsupported(Refused):
+    """A format or codec that a newer weightvc wrote: upgrade to read it."""
 
 
 class StoreError(WeightvcError, OSError):

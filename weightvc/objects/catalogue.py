@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from weightvc.errors import Corrupt
+from weightvc.errors import Corrupt, Unsupported
 from weightvc.objects import frame, key, version
 from weightvc.objects.version import Edge, Version
 
@@ -123,6 +123,8 @@ def from_json(fields: Any, what: str) -> Entry:
             place,
             extra,
         )
+    except Unsupported:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{what} is corrupt: an entry of the catalogue: {error!r}") from None
 
@@ -143,8 +145,9 @@ def encode_segment(entries: Sequence[Entry]) -> bytes:
 def decode_segment(data: frame.Buffer, what: str) -> list[Entry]:
     """Read a segment. Raises Corrupt naming `what`."""
     head, _ = frame.decode(frame.SEGMENT, data, what)
-    if head.get("weightvc") != "segment 1" or not isinstance(head.get("entries"), list):
-        raise Corrupt(f"{what} is not a segment that this weightvc knows: upgrade weightvc")
+    frame.check_type(head.get("weightvc"), "segment 1", what)
+    if not isinstance(head.get("entries"), list):
+        raise Corrupt(f"{what} is corrupt: it has no entries")
     return [from_json(fields, what) for fields in head["entries"]]
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import blake3 as _blake3
 import zstandard
 
-from weightvc.errors import Corrupt
+from weightvc.errors import Corrupt, Unsupported
 
 MAGIC: Final = b"WVC"
 FORMAT: Final = 1
@@ -92,7 +92,7 @@ def check_header(data: Buffer, kind: str, what: str) -> None:
     if len(start) < HEADER_SIZE or start[:3] != MAGIC:
         raise Corrupt(f"{what} is corrupt: {len(data)} bytes that do not begin as a weightvc object")
     if start[3] != FORMAT:
-        raise Corrupt(f"{what} has format {start[3]}; this weightvc reads format {FORMAT}: upgrade weightvc")
+        raise Unsupported(f"{what} has format {start[3]}; this weightvc reads format {FORMAT}: upgrade weightvc")
     if start != header(kind):
         raise Corrupt(f"{what} is corrupt: its kind is {start[4:]!r}, not {kind!r}")
 
@@ -139,3 +139,9 @@ def decode(kind: str, data: Buffer, what: str) -> tuple[dict[str, Any], list[mem
         sections.append(rest[at : at + n])
         at += n
     return head, sections
+
+
+def check_type(found: object, wanted: str, what: str) -> None:
+    """Raise Unsupported unless an object says that it is what this reader knows, such as "manifest 1"."""
+    if found != wanted:
+        raise Unsupported(f"{what} is a {found!r:.100}, and this weightvc reads {wanted!r}: upgrade weightvc")

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from weightvc.errors import Corrupt
+from weightvc.errors import Corrupt, Unsupported
 from weightvc.objects import frame
 from weightvc.sources.base import Layout
 
@@ -77,8 +77,7 @@ def decode(data: frame.Buffer, what: str) -> Stored:
     try:
         record = head["layout"]
         fields = json.loads(record)
-        if fields["weightvc"] != "layout 1":
-            raise Corrupt(f"{what} is a {fields['weightvc']!r}, which this weightvc does not know: upgrade it")
+        frame.check_type(fields["weightvc"], "layout 1", what)
         entries = [
             Entry(path, size, content, length, kind == "weights")
             for path, kind, size, length, content in fields["files"]
@@ -86,6 +85,8 @@ def decode(data: frame.Buffer, what: str) -> Stored:
         contents: dict[str, frame.Buffer] = {}
         for content, section in zip(head["inline"], sections, strict=True):
             contents[content] = _checked(content, frame.decompress(section, SMALL, what), what)
+    except Unsupported:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{what} is corrupt: {error!r}") from None
     return Stored(record, frame.digest(record.encode()).hex(), entries, contents)

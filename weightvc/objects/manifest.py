@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
-from weightvc.errors import Corrupt
+from weightvc import __version__
+from weightvc.errors import Corrupt, Unsupported
 from weightvc.objects import dtypes, frame, key, version
 from weightvc.objects.schema import CHUNK, Schema
 from weightvc.objects.version import Version
@@ -110,6 +111,8 @@ class Manifest:
     digests: bytes
     base: Stream | None
     patch: Patch | None
+    writer: str = f"weightvc {__version__}"
+    """What wrote it: named when a reader meets a codec that it does not know."""
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -121,6 +124,7 @@ def encode(manifest: Manifest) -> bytes:
         "record": manifest.version.record,
         "schema": [manifest.schema_digest, manifest.schema],
         "weightvc": "manifest 1",
+        "writer": manifest.writer,
     }
     sections: list[frame.Buffer] = [manifest.digests]
     patch = manifest.patch.stream if manifest.patch is not None else None
@@ -139,8 +143,7 @@ def decode(data: frame.Buffer, what: str) -> Manifest:
     """Read a manifest. Raises Corrupt naming `what`."""
     head, sections = frame.decode(frame.MANIFEST, data, what)
     try:
-        if head["weightvc"] != "manifest 1":
-            raise Corrupt(f"{what} is a {head['weightvc']!r}, which this weightvc does not know: upgrade it")
+        frame.check_type(head["weightvc"], "manifest 1", what)
         digests = bytes(sections.pop(0))
         streams = {}
         for name in ("base", "patch"):
@@ -163,7 +166,10 @@ def decode(data: frame.Buffer, what: str) -> Manifest:
             digests=digests,
             base=streams.get("base"),
             patch=patch,
+            writer=str(head["writer"]),
         )
+    except Unsupported:
+        raise
     except (KeyError, TypeError, IndexError, ValueError, struct.error) as error:
         raise Corrupt(f"{what} is corrupt: {error!r}") from None
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from weightvc.errors import Corrupt
+from weightvc.errors import Corrupt, Unsupported
 from weightvc.objects import catalogue, frame, key
 from weightvc.objects.catalogue import Entry, SegmentRef
 
@@ -109,8 +109,7 @@ def decode(data: frame.Buffer, what: str) -> Root:
     """Read a root. Raises Corrupt naming `what`."""
     head, _ = frame.decode(frame.ROOT, data, what)
     try:
-        if head["weightvc"] != "root 1":
-            raise Corrupt(f"{what} is a {head['weightvc']!r}, which this weightvc does not know: upgrade it")
+        frame.check_type(head["weightvc"], "root 1", what)
         segments = tuple(SegmentRef(k, count) for k, count in head["segments"])
         for segment in segments:
             key.parse(segment.key, "segment")
@@ -128,5 +127,7 @@ def decode(data: frame.Buffer, what: str) -> Root:
             probe=dict(head["probe"]),
             extra={name: value for name, value in head.items() if name not in _OWN},
         )
+    except Unsupported:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{what} is corrupt: {error!r}") from None

@@ -12,7 +12,7 @@ from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Final
 
-from weightvc.errors import BadTensor, Corrupt
+from weightvc.errors import BadTensor, Corrupt, Unsupported
 from weightvc.objects import dtypes, frame
 from weightvc.objects.tensor import TensorInfo
 
@@ -112,8 +112,7 @@ def decode(data: frame.Buffer, what: str) -> Schema:
     try:
         text = head["schema"]
         fields = json.loads(text)
-        if fields["weightvc"] != "schema 1":
-            raise Corrupt(f"{what} is a {fields['weightvc']!r}, which this weightvc does not know: upgrade it")
+        frame.check_type(fields["weightvc"], "schema 1", what)
         tensors = [
             TensorInfo(component, name, dtype, tuple(shape), dtypes.nbytes(dtype, shape))
             for component, rows in sorted(fields["components"].items())
@@ -121,6 +120,8 @@ def decode(data: frame.Buffer, what: str) -> Schema:
         ]
         schema = Schema(tensors)
         schema.__dict__["canonical"] = text.encode()
+    except Unsupported:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Corrupt(f"{what} is corrupt: {error}") from None
     return schema

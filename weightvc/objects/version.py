@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from weightvc.errors import Corrupt, Refused
+from weightvc.errors import Corrupt, Refused, Unsupported
 from weightvc.objects import frame
 
 RECORD_LIMIT: Final = 8 << 10
@@ -109,8 +109,7 @@ def read(record: str) -> Version:
     """A version from its record. Raises Corrupt if it is not one."""
     try:
         fields = json.loads(record)
-        if fields["weightvc"] != "version 1":
-            raise Corrupt(f"a {fields['weightvc']!r}, which this weightvc does not know: upgrade it")
+        frame.check_type(fields["weightvc"], "version 1", "a version's record")
         labels = fields["labels"]
         return Version(
             id=frame.digest(record.encode()).hex(),
@@ -128,5 +127,7 @@ def read(record: str) -> Version:
             elements=fields["elements"],
             nbytes=fields["nbytes"],
         )
+    except Unsupported:
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Corrupt(f"a version's record is corrupt: {error!r}") from None

@@ -1,0 +1,100 @@
+"""weightvc: git for model weights, on object storage.
+
+    repository = weightvc.open("s3://bucket/policy")
+    repository.commit(model, branch="main", message="step 121", step=121, dtype="bfloat16")
+    weights = repository.load("main@{step=121}")
+
+Importing this loads neither torch nor numpy: each part comes with its first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from weightvc.errors import (
+    AccessDenied,
+    BadFile,
+    BadName,
+    BadTensor,
+    BranchMoved,
+    Conflict,
+    Corrupt,
+    Expired,
+    KeyExists,
+    KeyNotFound,
+    NotFound,
+    PreconditionFailed,
+    RefNotFound,
+    Refused,
+    StateUnknown,
+    StoreError,
+    TensorNotFound,
+    Unavailable,
+    UnsafeStore,
+    Unsupported,
+    WeightvcError,
+)
+
+if TYPE_CHECKING:
+    from weightvc.comparison import Diff, TensorDiff, diff
+    from weightvc.objects.version import Edge, Version
+    from weightvc.repository import Repository, WeightvcWarning, init, open
+    from weightvc.worktree import Status, Verification
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Diff": "weightvc.comparison",
+    "TensorDiff": "weightvc.comparison",
+    "diff": "weightvc.comparison",
+    "Edge": "weightvc.objects.version",
+    "Version": "weightvc.objects.version",
+    "Repository": "weightvc.repository",
+    "WeightvcWarning": "weightvc.repository",
+    "init": "weightvc.repository",
+    "open": "weightvc.repository",
+    "Status": "weightvc.worktree",
+    "Verification": "weightvc.worktree",
+}
+
+__all__ = [
+    "AccessDenied",
+    "BadFile",
+    "BadName",
+    "BadTensor",
+    "BranchMoved",
+    "Conflict",
+    "Corrupt",
+    "Diff",
+    "Edge",
+    "Expired",
+    "KeyExists",
+    "KeyNotFound",
+    "NotFound",
+    "PreconditionFailed",
+    "RefNotFound",
+    "Refused",
+    "Repository",
+    "StateUnknown",
+    "Status",
+    "StoreError",
+    "TensorDiff",
+    "TensorNotFound",
+    "Unavailable",
+    "UnsafeStore",
+    "Unsupported",
+    "Verification",
+    "Version",
+    "WeightvcError",
+    "WeightvcWarning",
+    "diff",
+    "init",
+    "open",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'weightvc' has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value

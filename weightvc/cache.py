@@ -1,0 +1,204 @@
+"""The local cache: what this host fetched or committed, by content.
+
+    DIR/objects/KIND/NAME     immutable objects, as the store holds them
+    DIR/trees/DIGEST          a tree's canonical stream, whole
+
+It is only ever an optimisation. Everything read from it is checked against a digest by whoever uses it, a bad
+entry is thrown away, and a full or read-only disk turns it off without an error.
+"""
+
+import contextlib
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from weightvc.errors import Corrupt
+from weightvc.objects import frame, key
+from weightvc.objects.schema import Schema
+
+TREES: Final = 8
+"""Trees kept at most: the baseline of the next commit, and a few to go back to."""
+OBJECTS: Final = 2 << 30
+"""Bytes of objects kept, about."""
+_MAPPED: Final = 1 << 20
+
+
+def default_directory() -> Path:
+    """Where the cache lies unless the caller says otherwise."""
+    return Path.home() / ".cache" / "weightvc"
+
+
+class Cache:
+    """A directory that any number of processes may share: entries appear by rename and never change."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, trees: int = TREES, limit: int = OBJECTS) -> None:
+        self.directory = Path(directory)
+        self._trees = trees
+        self._limit = limit
+        self._written = 0
+
+    def get(self, name: str) -> frame.Buffer | None:
+        """The object stored under a key, checked, or None. Large ones are mapped, not read."""
+        path = self.directory / "objects" / name
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                data: frame.Buffer
+                if size >= _MAPPED:
+                    data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                else:
+                    data = file.read()
+        except (OSError, ValueError):
+            return None
+        try:
+            key.check(name, data)
+        except Corrupt:
+            self._discard(path)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return data
+
+    def put(self, name: str, data: frame.Buffer) -> None:
+        """Keep an object."""
+        path = self.directory / "objects" / name
+        with contextlib.suppress(OSError), self._temporary(path) as temporary:
+            with temporary.open("wb") as file:
+                file.write(data)
+            temporary.rename(path)
+        self._written += len(data)
+        # A sweep of the directory costs more than a write, so it waits until there is something to gain.
+        if self._written > self._limit // 8:
+            self._written = 0
+            self._sweep("objects", self._limit, None)
+
+    def discard(self, name: str) -> None:
+        """Forget an object that turned out to be bad."""
+        self._discard(self.directory / "objects" / name)
+
+    def has_tree(self, digest: str) -> bool:
+        """Whether a tree's stream is here (right or wrong: that is seen when it is read)."""
+        return (self.directory / "trees" / digest).exists()
+
+    def open_tree(self, digest: str, schema: Schema) -> "Flat | None":
+        """The canonical stream of a tree, or None."""
+        path = self.directory / "trees" / digest
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        if os.fstat(descriptor).st_size != schema.nbytes:
+            os.close(descriptor)
+            self._discard(path)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return Flat(descriptor, path)
+
+    def write_tree(self, schema: Schema) -> "TreeWriter | None":
+        """Begin to keep a tree; None where the disk does not let us."""
+        try:
+            return TreeWriter(self, schema.nbytes)
+        except OSError:
+            return None
+
+    @contextlib.contextmanager
+    def _temporary(self, path: Path) -> Iterator[Path]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
+        try:
+            yield temporary
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def _discard(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def _sweep(self, what: str, limit: int | None, count: int | None) -> None:
+        found = []
+        for parent, _, names in os.walk(self.directory / what):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.stat(os.path.join(parent, name))
+                    found.append((status.st_mtime, status.st_size, Path(parent) / name))
+        size = 0
+        for i, (_, nbytes, path) in enumerate(sorted(found, reverse=True)):
+            size += nbytes
+            if (limit is not None and size > limit) or (count is not None and i >= count):
+                self._discard(path)
+
+
+class Flat:
+    """A tree's canonical stream in a file. Nothing is checked here."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop); shorter if the file is."""
+        return os.pread(self._descriptor, stop - start, start)
+
+    def discard(self) -> None:
+        """Forget the entry: its bytes are not what its name says."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
+class TreeWriter:
+    """A tree being kept: write() from any thread, then commit() under its digest, or drop()."""
+
+    def __init__(self, cache: Cache, nbytes: int) -> None:
+        self._cache = cache
+        directory = cache.directory / "trees"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._failed = False
+        try:
+            os.truncate(self._descriptor, nbytes)
+        except OSError:
+            self.drop()
+            raise
+
+    def write(self, at: int, data: frame.Buffer) -> None:
+        """Put bytes in their place."""
+        if self._failed:
+            return
+        try:
+            view = memoryview(data)
+            while view:
+                done = os.pwrite(self._descriptor, view, at)
+                view, at = view[done:], at + done
+        except OSError:
+            self._failed = True
+
+    def commit(self, digest: str) -> None:
+        """Keep what was written under `digest`, and let go of the oldest trees."""
+        if self._descriptor < 0:
+            return
+        if self._failed:
+            self.drop()
+            return
+        os.close(self._descriptor)
+        self._descriptor = -1
+        with contextlib.suppress(OSError):
+            self._path.rename(self._cache.directory / "trees" / digest)
+        self._cache._sweep("trees", None, self._cache._trees)
+
+    def drop(self) -> None:
+        """Throw away what was written."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            with contextlib.suppress(OSError):
+                self._path.unlink()

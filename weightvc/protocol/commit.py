@@ -1,0 +1,396 @@
+"""Commit: diff a source against the parent, upload what is new, and publish the version by one swap.
+
+The order is the protocol: the root is read (its sequence number is the transaction's begin), packs and the manifest
+go up under fresh names, and only then is the root swapped. Killed anywhere before, the branch is as it was.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightvc.errors import BadFile, BranchMoved, Expired
+from weightvc.objects import catalogue, dtypes, frame, key, layout, manifest, version
+from weightvc.objects.catalogue import Entry, Place
+from weightvc.objects.manifest import Manifest, Patch, Stream
+from weightvc.objects.root import Root
+from weightvc.objects.schema import Schema
+from weightvc.objects.tree import Tree
+from weightvc.objects.version import Edge, Version
+from weightvc.protocol import parallel, state, swap
+from weightvc.protocol.shelf import Shelf
+from weightvc.sources.base import ReadsRuns, Source
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Labels:
+    """What a commit says of itself."""
+
+    message: str
+    step: int | None
+    run: str | None
+    metadata: Mapping[str, Any] | None
+    author: str
+
+
+@dataclass(slots=True)
+class Baseline:
+    """The parent: its entry, its tree, and its bytes (each read is checked)."""
+
+    entry: Entry
+    tree: Tree
+    manifest: Manifest
+    bytes: state.Verified
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A published version, and what a caller may want to tell of it."""
+
+    entry: Entry
+    changed: int
+    float32_changed: float
+    """Share of the tree that is float32 elements which changed."""
+
+
+class Packer:
+    """Collects a stream's payloads in order; what outgrows the manifest goes up as packs, beside the encoding."""
+
+    def __init__(self, shelf: Shelf, transaction: key.Transaction, pool: ThreadPoolExecutor) -> None:
+        self.stream = Stream()
+        self._shelf = shelf
+        self._transaction = transaction
+        self._pool = pool
+        self._held: list[bytes] = []
+        self._size = 0
+        self._packs: list[tuple[Future[str], int]] = []
+
+    def add(self, count: int, codec: int, payload: bytes, check: int = 0) -> None:
+        """Append one block."""
+        if self._size and self._size + len(payload) > manifest.PACK:
+            self._flush()
+        self.stream.counts.append(count)
+        self.stream.codecs.append(codec)
+        self.stream.lengths.append(len(payload))
+        self.stream.checks.append(check)
+        self._held.append(payload)
+        self._size += len(payload)
+
+    def _flush(self) -> None:
+        # At most two packs wait for the network: memory stays flat however slow it is.
+        if len(self._packs) >= 2:
+            self._packs[-2][0].result()
+        data = frame.header(frame.PACK) + b"".join(self._held)
+        self._packs.append((self._pool.submit(self._put, data), self._size))
+        self._held, self._size = [], 0
+
+    def _put(self, data: bytes) -> str:
+        return self._shelf.put(self._transaction, "pack", data, keep=False)
+
+    def finish(self) -> Stream:
+        """The sealed stream; raises what an upload raised."""
+        if self._packs or self._size > manifest.INLINE:
+            if self._size:
+                self._flush()
+            self.stream.packs = [(future.result(), size) for future, size in self._packs]
+        else:
+            self.stream.inline = b"".join(self._held)
+        self._held = []
+        return self.stream.seal()
+
+
+@dataclass(slots=True)
+class _Block:
+    low: int
+    high: int
+    digests: bytes
+    codec: int
+    payload: bytes
+    check: int
+    changed: int
+    changed_float32: int
+    base: tuple[int, bytes] | None
+
+
+class Build:
+    """One attempt to turn a source into uploaded objects, against one parent."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        source: Source,
+        schema: Schema,
+        parent: Baseline | None,
+        transaction: key.Transaction,
+        *,
+        base: bool,
+        progress: Progress | None,
+    ) -> None:
+        self._shelf = shelf
+        self._source = source
+        self._schema = schema
+        self._parent = parent
+        self._transaction = transaction
+        self._base = base or parent is None
+        self._progress = progress
+        self._moved: dict[int, int] = {}
+        self._map: list[int] | None = None
+        self._keep = shelf.cache.write_tree(schema) if shelf.cache is not None else None
+        self.changed = 0
+        self.changed_float32 = 0
+
+    def drop(self) -> None:
+        """Let go of what was kept locally; uploads stay, for the collector."""
+        if self._keep is not None:
+            self._keep.drop()
+
+    def run(self) -> tuple[Tree, Stream | None, Patch | None]:
+        """Diff, encode, hash, upload the packs. Returns the tree, its base and its patch."""
+        schema = self._schema
+        if self._parent is not None:
+            if schema.tensors != self._parent.tree.schema.tensors:
+                self._moved = _renamed(self._parent.tree, schema, self._source)
+            self._map = state.chunk_map(schema, self._parent.tree.schema, self._moved)
+        window = 2 * parallel.workers() + 2
+        digests: list[bytes] = []
+        stored: dict[bytes, int] = {}
+        with (
+            ThreadPoolExecutor(parallel.workers(), "weightvc-encode") as pool,
+            ThreadPoolExecutor(2, "weightvc-upload") as uploads,
+        ):
+            patch = Packer(self._shelf, self._transaction, uploads) if self._parent is not None else None
+            base = Packer(self._shelf, self._transaction, uploads) if self._base else None
+            for block in parallel.ordered(pool, self._encode, manifest.blocks(schema, self._map), window):
+                count = block.high - block.low
+                digests.append(block.digests)
+                twin = stored.get(block.digests) if count == 1 else None
+                refer = None if twin is None else (manifest.REF, twin.to_bytes(4, "little"))
+                if count == 1:
+                    stored.setdefault(block.digests, block.low)
+                if patch is not None:
+                    same = block.codec == manifest.SAME
+                    if same or refer is None:
+                        patch.add(count, block.codec, block.payload, block.check)
+                    else:
+                        patch.add(count, *refer)
+                if base is not None:
+                    assert block.base is not None
+                    base.add(count, *(refer or block.base))
+                self.changed += block.changed
+                self.changed_float32 += block.changed_float32
+                if self._progress is not None:
+                    self._progress(schema.position(block.high), schema.nbytes)
+            self._source.check()
+            tree = Tree(schema, b"".join(digests))
+            base_stream = base.finish() if base is not None else None
+            patch_stream = patch.finish() if patch is not None else None
+        made = None
+        if patch_stream is not None and self._parent is not None:
+            made = Patch(self._parent.entry.new or "", patch_stream, self._moved, self.changed)
+        return tree, base_stream, made
+
+    def keep(self, made: Version) -> None:
+        """The version is published: its bytes become this host's baseline."""
+        if self._keep is not None:
+            self._keep.commit(made.tree)
+
+    def _encode(self, span: tuple[int, int]) -> _Block:
+        import weightvc_kernels as kernels
+
+        low, high = span
+        schema = self._schema
+        new = self._read(low, high)
+        if self._keep is not None:
+            self._keep.write(schema.position(low), new)
+        cuts = schema.cuts(low, high)
+        if len(new) != cuts[-1]:
+            raise BadFile(f"the source gave {len(new)} bytes where {cuts[-1]} were asked for: commit again")
+        joined = b"".join(frame.digests(new, cuts))
+        first = schema.tensors[schema.tensor_of(low)]
+        lane = dtypes.lane(first.dtype)
+        codec, payload, check, changed = manifest.SAME, b"", 0, 0
+        if self._parent is not None:
+            sources = list(range(low, high)) if self._map is None else self._map[low:high]
+            if sources[0] < 0:
+                codec, payload = kernels.encode_whole(new, lane)
+                changed = len(new) // lane
+            elif joined != self._old_digests(sources):
+                codec, payload, was = kernels.encode_patch(self._old(sources), new, lane)
+                changed = was.size
+                if codec in (kernels.SPARSE, kernels.DENSE):
+                    check = manifest.check(was.tobytes())
+        float32 = changed if first.dtype == "F32" else 0
+        base = kernels.encode_whole(new, lane) if self._base else None
+        return _Block(low, high, joined, codec, payload, check, changed, float32, base)
+
+    def _read(self, low: int, high: int) -> frame.Buffer:
+        if isinstance(self._source, ReadsRuns) and (run := self._schema.whole(low, high)) is not None:
+            return self._source.read_run(*run)
+        pieces = []
+        for chunk in range(low, high):
+            tensor, start, stop = self._schema.span(chunk)
+            pieces.append(self._source.read(tensor, start, stop))
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _old_digests(self, sources: list[int]) -> bytes:
+        assert self._parent is not None
+        low, high = sources[0], sources[-1] + 1
+        if sources == list(range(low, high)):
+            return self._parent.tree.digests[32 * low : 32 * high]
+        return b"".join([self._parent.tree.chunk(source) for source in sources])
+
+    def _old(self, sources: list[int]) -> frame.Buffer:
+        assert self._parent is not None
+        read, low, high = self._parent.bytes.read, sources[0], sources[-1] + 1
+        if sources == list(range(low, high)):
+            return read(low, high)
+        return b"".join([read(source, source + 1) for source in sources])
+
+
+def _renamed(old: Tree, new: Schema, source: Source) -> dict[int, int]:
+    """Tensors whose name is new but whose bytes the parent has under a name that is gone: coded against that one.
+
+    Only names that vanished are looked at, so an ordinary commit hashes nothing twice.
+    """
+    gone = [i for i, t in enumerate(old.schema.tensors) if (t.component, t.name) not in new.index]
+    fresh = [i for i, t in enumerate(new.tensors) if (t.component, t.name) not in old.schema.index]
+    if not gone or not fresh:
+        return {}
+    by_first: dict[tuple[str, int, bytes], int] = {}
+    for i in gone:
+        tensor = old.schema.tensors[i]
+        if tensor.nbytes:
+            by_first.setdefault((tensor.dtype, tensor.nbytes, old.chunk(old.schema.first_chunk[i])), i)
+    shapes = {(dtype, nbytes) for dtype, nbytes, _ in by_first}
+    moved = {}
+    for i in fresh:
+        tensor = new.tensors[i]
+        if (tensor.dtype, tensor.nbytes) in shapes:
+            _, start, stop = new.span(new.first_chunk[i])
+            found = by_first.get((tensor.dtype, tensor.nbytes, frame.digest(source.read(i, start, stop))))
+            if found is not None:
+                moved[i] = found
+    return moved
+
+
+def upload(
+    shelf: Shelf,
+    build: Build,
+    source: Source,
+    transaction: key.Transaction,
+    *,
+    branch: str | None,
+    parents: Sequence[Version],
+    parent: Baseline | None,
+    labels: Labels,
+) -> Entry:
+    """Everything but the swap: packs, schema and layout where they are new, the manifest. Returns the entry."""
+    before = shelf.store.stats.bytes_written
+    tree, base, patch = build.run()
+    schema = tree.schema
+    if parent is not None and parent.tree.schema.digest == schema.digest:
+        assert parent.entry.place is not None
+        schema_key = parent.entry.place.schema
+    else:
+        schema_key = shelf.put(transaction, "schema", schema.encode())
+    layout_key, layout_digest, files = _layout(shelf, source, transaction, parent)
+    made = version.make(
+        tree=tree.digest,
+        layout=layout_digest,
+        parents=parents,
+        step=labels.step,
+        run=labels.run,
+        message=labels.message,
+        author=labels.author,
+        metadata=labels.metadata,
+        elements=schema.elements,
+        nbytes=schema.nbytes,
+    )
+    manifest_key = shelf.put(
+        transaction,
+        "manifest",
+        manifest.encode(
+            Manifest(made, branch, schema_key, schema.digest, layout_key, files, tree.digests, base, patch)
+        ),
+    )
+    edges = []
+    if patch is not None:
+        edges.append(Edge(patch.source, patch.stream.nbytes, patch.changed))
+    if base is not None:
+        edges.append(Edge(None, base.nbytes, schema.elements))
+    packs = (len(base.packs) if base else 0) + (len(patch.stream.packs) if patch else 0)
+    place = Place(
+        manifest=manifest_key,
+        schema=schema_key,
+        layout=layout_key,
+        files=tuple(files.values()),
+        packs=packs,
+        edges=tuple(edges),
+        nbytes=shelf.store.stats.bytes_written - before,
+    )
+    old = parents[0].id if parents and branch is not None else None
+    return Entry(catalogue.COMMIT, 0, made.time, made.author, branch, old, made.id, made.message, made, place)
+
+
+def _layout(
+    shelf: Shelf, source: Source, transaction: key.Transaction, parent: Baseline | None
+) -> tuple[str | None, str | None, dict[str, str]]:
+    """(key, digest, file objects) of the source's layout; what the parent has is referred to, not written again."""
+    if source.layout is None:
+        return None, None, {}
+    stored = layout.make(source.layout)
+    known: dict[str, str] = {}
+    if parent is not None and parent.manifest.layout is not None:
+        known = parent.manifest.files
+        if parent.manifest.version.layout == stored.digest:
+            return parent.manifest.layout, stored.digest, known
+    data, files = layout.encode(stored)
+    keys = {content: known.get(content) or shelf.put(transaction, "file", body) for content, body in files.items()}
+    return shelf.put(transaction, "layout", data), stored.digest, keys
+
+
+def publish(
+    shelf: Shelf, entry: Entry, transaction: key.Transaction, seen: swap.Seen | None, *, expected: str | None
+) -> Entry:
+    """Swap the root so that it catalogues `entry`, and its branch (if it has one) has it as head.
+
+    Raises BranchMoved if the branch's head is not `expected`; the versions of other branches may come and go.
+    """
+    placed = entry
+
+    def make(root: Root) -> Root:
+        nonlocal placed
+        branches = dict(root.branches)
+        placed = replace(entry, sequence=root.sequence + 1)
+        if entry.name is None:
+            parents = entry.version.parents if entry.version is not None else ()
+            # What a detached version builds on must still be catalogued: its patch needs it.
+            known = shelf.catalogue(root)
+            for parent in parents:
+                if known.find(parent) is None:
+                    raise Expired(f"version {parent[:12]} is no longer catalogued: commit against another one")
+        else:
+            head = root.branches.get(entry.name)
+            if head != expected:
+                raise moved(entry.name, expected, head)
+            assert entry.new is not None
+            branches[entry.name] = entry.new
+        return root.next(branches=branches, tail=(*root.tail, placed))
+
+    swap.change(shelf, make, transaction, seen)
+    return placed
+
+
+def moved(branch: str, expected: str | None, head: str | None) -> BranchMoved:
+    """The error for a branch whose head is another one than expected."""
+    here = head[:12] if head else "no version"
+    there = expected[:12] if expected else "no version"
+    return BranchMoved(
+        f"the branch {branch!r} moved: its head is {here}, and this change was made against {there}; "
+        "look at `weightvc log`, then commit again on top",
+        branch=branch,
+        expected=expected,
+        head=head,
+    )

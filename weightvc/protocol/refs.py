@@ -1,0 +1,226 @@
+"""Refs: which names branches and tags may have, and what an expression like main@{step=121}~2 means.
+
+NAME            a branch, else a tag
+ID              a full version id, or at least 4 digits that only one version begins with
+REF@{k=v,…}     the newest version in REF's first-parent history whose labels (step, run) are these
+REF@{n}         where the branch pointed n moves ago
+REF~n           the nth first parent
+HEAD, @         the default branch
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from weightvc.errors import BadName, Corrupt, RefNotFound
+from weightvc.objects import frame
+from weightvc.objects.catalogue import COMMIT, Catalogue, Entry
+from weightvc.objects.root import Root
+from weightvc.protocol.shelf import Shelf
+
+NAME_LIMIT: Final = 120
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*(/[A-Za-z0-9_][A-Za-z0-9._+=-]*)*")
+_SUFFIX: Final = re.compile(r"~(?P<n>[0-9]{0,9})|\^|@\{(?P<at>[^{}]*)\}")
+_ID: Final = re.compile(r"[0-9a-f]{4,64}")
+
+
+def check_name(name: str, what: str = "branch") -> str:
+    """`name` itself, if a branch or tag may have it. Every store takes the same names, and no two collide.
+
+    Raises BadName for anything but parts of ASCII letters, digits and _ . + = - between single slashes, for a
+    part that begins with . or - or ends with . or .lock, for HEAD, a full version id, and over 120 characters.
+    """
+    fault = None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        fault = "use letters, digits and _ . + = - in parts between single slashes, none beginning with . or -"
+    elif len(name) > NAME_LIMIT:
+        fault = f"it has {len(name)} characters, {NAME_LIMIT} at most"
+    elif any(part.endswith((".lock", ".")) or ".." in part for part in name.split("/")):
+        fault = "no part may end in .lock or . or hold .."
+    elif name.upper() == "HEAD" or re.fullmatch(r"[0-9a-fA-F]{64}", name):
+        fault = "it would be taken for something else"
+    if fault is not None:
+        raise BadName(f"{name!r:.200} cannot name a {what}: {fault}")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an expression means: the version's entry, and the branch if the expression is a branch's bare name."""
+
+    entry: Entry
+    branch: str | None
+
+
+class Refs:
+    """Resolves expressions against one root."""
+
+    def __init__(self, shelf: Shelf, root: Root) -> None:
+        self._shelf = shelf
+        self._root = root
+        self.catalogue: Catalogue = shelf.catalogue(root)
+
+    def tags(self) -> dict[str, str]:
+        """Tags and the versions that they name."""
+        return tag_page(self._shelf, self._root)[0]
+
+    def name(self, branch: str) -> str:
+        """The name of a branch that exists or once did; HEAD is the default one. Raises RefNotFound."""
+        name = self._root.default if branch in ("HEAD", "@") else branch
+        if name not in self._root.branches and next(self.moves(name), None) is None:
+            raise RefNotFound(f"there is no branch {name!r:.200}")
+        return name
+
+    def head(self, branch: str) -> str | None:
+        """The id of a branch's head, or None."""
+        return self._root.branches.get(branch)
+
+    def entry(self, ident: str) -> Entry:
+        """The entry of a version that the root refers to."""
+        found = self.catalogue.find(ident)
+        if found is None:
+            raise Corrupt(f"version {ident[:12]} is referred to and not in the catalogue")
+        return found
+
+    def resolve(self, expression: str) -> Resolved:
+        """Raises RefNotFound, or BadName for an expression that cannot be read."""
+        if not isinstance(expression, str) or not expression:
+            raise BadName(f"{expression!r} is not a ref: name a branch, a tag or a version id")
+        match = _SUFFIX.search(expression)
+        base = expression[: match.start()] if match else expression
+        suffixes = expression[match.start() :] if match else ""
+        found = self._base(base, expression)
+        branch = found.branch
+        at = 0
+        while at < len(suffixes):
+            match = _SUFFIX.match(suffixes, at)
+            if match is None:
+                raise BadName(
+                    f"{expression!r}: cannot read {suffixes[at:]!r}; a ref ends in ~n, @{{n}} or @{{step=n}}"
+                )
+            if match["at"] is None:
+                found = Resolved(self._back(found.entry, int(match["n"] or 1), expression), None)
+            elif match["at"].isdigit():
+                if branch is None or at > 0:
+                    raise BadName(f"{expression!r}: @{{n}} follows the name of a branch")
+                found = Resolved(self._moves_ago(branch, int(match["at"])), None)
+            else:
+                found = Resolved(self._labelled(found.entry, match["at"], expression), None)
+            at = match.end()
+        return found
+
+    def _base(self, name: str, expression: str) -> Resolved:
+        if name in ("HEAD", "@", ""):
+            name = self._root.default
+        if name in self._root.branches:
+            return Resolved(self.entry(self._root.branches[name]), name)
+        if self._root.tags is not None and (tagged := self.tags().get(name)) is not None:
+            return Resolved(self.entry(tagged), None)
+        if _ID.fullmatch(name):
+            if len(name) == 64:
+                full = self.catalogue.find(name)
+                matches = [full] if full is not None else []
+            else:
+                matches = self.catalogue.matching(name)
+            if len(matches) == 1:
+                return Resolved(matches[0], None)
+            if matches:
+                ids = ", ".join(entry.new[:12] for entry in matches[:5] if entry.new)
+                raise RefNotFound(f"{name!r} begins {len(matches)} version ids ({ids}): give more digits")
+        if name == self._root.default:
+            raise RefNotFound(f"the branch {name!r} has no version yet: make one with `weightvc commit`")
+        branches = ", ".join(sorted(self._root.branches)[:10]) or "none"
+        raise RefNotFound(f"{expression!r} is no branch, tag or version here (branches: {branches})")
+
+    def _back(self, entry: Entry, count: int, expression: str) -> Entry:
+        for back in range(count):
+            assert entry.version is not None
+            if not entry.version.parents:
+                raise RefNotFound(f"{expression!r} goes back past the first version ({entry.version.short}, ~{back})")
+            entry = self.entry(entry.version.parents[0])
+        return entry
+
+    def _moves_ago(self, branch: str, count: int) -> Entry:
+        values = [entry.new for entry in self.moves(branch)]
+        if count >= len(values):
+            raise RefNotFound(f"the reflog of {branch!r} has {len(values)} entries: @{{{count}}} is past its end")
+        ident = values[count]
+        if ident is None:
+            raise RefNotFound(f"{branch!r} did not exist at @{{{count}}}")
+        return self.entry(ident)
+
+    def _labelled(self, entry: Entry, text: str, expression: str) -> Entry:
+        wanted: dict[str, str] = {}
+        for part in text.split(","):
+            name, separator, value = part.partition("=")
+            if not separator or name.strip() not in ("step", "run"):
+                raise BadName(f"{expression!r}: between @{{ and }} stands a number, step=N or run=NAME")
+            wanted[name.strip()] = value.strip()
+        for candidate in self.history(entry):
+            assert candidate.version is not None
+            has = {"step": candidate.version.step, "run": candidate.version.run}
+            if all(has[name] is not None and str(has[name]) == value for name, value in wanted.items()):
+                return candidate
+        raise RefNotFound(f"{expression!r}: no version in that history is labelled {text}")
+
+    def history(self, entry: Entry) -> Iterator[Entry]:
+        """`entry` and its first parents."""
+        while True:
+            yield entry
+            assert entry.version is not None
+            if not entry.version.parents:
+                return
+            entry = self.entry(entry.version.parents[0])
+
+    def ancestors(self, entry: Entry) -> Iterator[Entry]:
+        """`entry` and everything that it descends from, the greatest generations first."""
+        import heapq
+
+        def item(e: Entry) -> tuple[int, int, str]:
+            assert e.version is not None
+            return -e.version.generation, -e.sequence, e.version.id
+
+        heap, seen = [item(entry)], {entry.new}
+        while heap:
+            current = self.entry(heapq.heappop(heap)[2])
+            yield current
+            assert current.version is not None
+            for parent in current.version.parents:
+                if parent not in seen:
+                    seen.add(parent)
+                    heapq.heappush(heap, item(self.entry(parent)))
+
+    def descends(self, entry: Entry, ancestor: str) -> bool:
+        """Whether `ancestor` is `entry` or among what it descends from."""
+        goal = self.entry(ancestor)
+        assert goal.version is not None
+        for candidate in self.ancestors(entry):
+            assert candidate.version is not None
+            if candidate.version.id == ancestor:
+                return True
+            if candidate.version.generation < goal.version.generation:
+                return False
+        return False
+
+    def moves(self, branch: str) -> Iterator[Entry]:
+        """Every operation that moved a branch, newest first: its reflog."""
+        for entry in self.catalogue:
+            if entry.name == branch and entry.op in (COMMIT, "branch", "reset", "delete", "restore"):
+                yield entry
+
+
+def tag_page(shelf: Shelf, root: Root) -> tuple[dict[str, str], dict[str, str]]:
+    """Tags, and deleted tags with what they named, so that the name is not given to another version by mistake."""
+    if root.tags is None:
+        return {}, {}
+    page = shelf.page(root.tags)
+    tags, deleted = page.get("tags"), page.get("deleted")
+    if not isinstance(tags, dict) or not isinstance(deleted, dict):
+        raise Corrupt(f"{root.tags} is corrupt: it has no tags")
+    return dict(tags), dict(deleted)
+
+
+def encode_tags(tags: dict[str, str], deleted: dict[str, str]) -> bytes:
+    """The page of tags as a stored object."""
+    return frame.encode(frame.PAGE, {"deleted": deleted, "tags": tags, "weightvc": "tags 1"})

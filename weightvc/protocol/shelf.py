@@ -1,0 +1,114 @@
+"""The shelf: immutable objects by key, from the cache or the store, checked before anybody sees them."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from weightvc.cache import Cache
+from weightvc.errors import Corrupt
+from weightvc.objects import catalogue, frame, key, layout, manifest, schema
+from weightvc.objects.catalogue import Catalogue, Entry, SegmentRef
+from weightvc.objects.root import Root
+from weightvc.objects.schema import Schema
+from weightvc.stores.base import Store
+
+T = TypeVar("T")
+SCHEMAS_KEPT = 4
+KEPT = {"manifest": 4, "schema": 1, "layout": 4, "segment": 64, "page": 4}
+"""Decoded objects that are remembered, by kind: manifests are large, and segments are asked for again and again."""
+
+
+class Shelf:
+    """Reads objects; keeps the last decoded ones. Thread-safe."""
+
+    def __init__(self, store: Store, cache: Cache | None) -> None:
+        self.store = store
+        self.cache = cache
+        self._decoded: dict[str, OrderedDict[str, Any]] = {kind: OrderedDict() for kind in KEPT}
+        self._schemas: dict[str, Schema] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str, *, keep: bool = True) -> frame.Buffer:
+        """An object's bytes. `keep` puts it into the cache. Raises Corrupt, or what the store raises."""
+        if self.cache is not None and (data := self.cache.get(name)) is not None:
+            return data
+        data = self._fetch(name)
+        if self.cache is not None and keep:
+            self.cache.put(name, data)
+        return data
+
+    def _fetch(self, name: str) -> frame.Buffer:
+        # Bytes may be bad on the way as well as at rest: only a second bad copy is called corrupt.
+        for last in (False, True):
+            got = self.store.get(name)
+            assert got is not None
+            try:
+                key.check(name, got.data)
+            except Corrupt:
+                if last:
+                    raise
+                continue
+            return got.data
+        raise AssertionError
+
+    def put(self, transaction: key.Transaction, kind: str, data: frame.Buffer, *, keep: bool = True) -> str:
+        """Upload an object under a fresh key, which is returned."""
+        name = transaction.key(kind, data)
+        self.store.put(name, bytes(data))
+        if self.cache is not None and keep:
+            self.cache.put(name, data)
+        return name
+
+    def _decode(self, name: str, kind: str, read: Callable[[frame.Buffer, str], T]) -> T:
+        held = self._decoded[kind]
+        with self._lock:
+            if name in held:
+                held.move_to_end(name)
+                found: T = held[name]
+                return found
+        made = read(self.get(key.checked(name, kind)), name)
+        with self._lock:
+            held[name] = made
+            while len(held) > KEPT[kind]:
+                held.popitem(last=False)
+        return made
+
+    def schema(self, name: str, digest: str) -> Schema:
+        """The schema under a key, whose digest is known. Raises Corrupt if it is another one."""
+        with self._lock:
+            known = self._schemas.get(digest)
+        if known is not None:
+            return known
+        made = self._decode(name, "schema", schema.decode)
+        if made.digest != digest:
+            raise Corrupt(f"{name} is corrupt: it is not the schema {digest[:12]}")
+        self.learn(made)
+        return made
+
+    def learn(self, made: Schema) -> None:
+        """Remember a schema: nearly every version of a repository has the same."""
+        with self._lock:
+            self._schemas[made.digest] = made
+            while len(self._schemas) > SCHEMAS_KEPT:
+                self._schemas.pop(next(iter(self._schemas)))
+
+    def manifest(self, name: str) -> manifest.Manifest:
+        """The manifest under a key."""
+        return self._decode(name, "manifest", manifest.decode)
+
+    def layout(self, name: str) -> layout.Stored:
+        """The layout under a key, with its small contents."""
+        return self._decode(name, "layout", layout.decode)
+
+    def segment(self, ref: SegmentRef) -> list[Entry]:
+        """The entries of a segment."""
+        return self._decode(ref.key, "segment", catalogue.decode_segment)
+
+    def page(self, name: str) -> dict[str, Any]:
+        """The head of a page."""
+        return self._decode(name, "page", lambda data, what: frame.decode(frame.PAGE, data, what)[0])
+
+    def catalogue(self, root: Root) -> Catalogue:
+        """The catalogue of a root."""
+        return Catalogue(root.tail, root.segments, self.segment)

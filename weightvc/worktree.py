@@ -1,0 +1,319 @@
+"""Checked-out files and loaded tensors: from a version to a directory, a file or a dict, and back to compare."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from weightvc.errors import BadFile, NotFound, Refused, TensorNotFound
+from weightvc.objects import frame, layout
+from weightvc.objects.catalogue import Entry
+from weightvc.objects.schema import Schema
+from weightvc.objects.tree import Tree
+from weightvc.objects.version import Version
+from weightvc.protocol import checkout as writing
+from weightvc.protocol import parallel, resolve
+from weightvc.protocol.checkout import MARKER, File, Marker, read_marker
+from weightvc.protocol.refs import Refs
+from weightvc.protocol.shelf import Shelf
+from weightvc.protocol.state import Lying, State
+from weightvc.protocol.stored import VersionSource
+from weightvc.sources.base import Source
+
+Progress = Callable[[int, int], None]
+
+
+def checkout(
+    shelf: Shelf,
+    refs: Refs,
+    entry: Entry,
+    target: Path,
+    *,
+    branch: str | None,
+    force: bool,
+    progress: Progress | None,
+) -> Version:
+    """Write a version's files into a directory, or as one file if `target` ends in .safetensors."""
+    made = entry.version
+    assert made is not None
+    with contextlib.ExitStack() as stack:
+        lying = None if target.suffix == ".safetensors" else _lying(refs, target, stack)
+        manifest, verified = stack.enter_context(resolve.opened(shelf, refs, entry, lying=lying))
+        schema = verified.tree.schema
+        plan = writing.files(schema, resolve.layout_of(shelf, manifest))
+        if target.suffix == ".safetensors":
+            plan = [_one_file(schema, plan)]
+        keep = None
+        if shelf.cache is not None and not shelf.cache.has_tree(made.tree):
+            keep = shelf.cache.write_tree(schema)
+            if keep is not None:
+                stack.callback(keep.drop)
+
+        def fill(directory: Path) -> Sequence[File]:
+            writing.write(verified, plan, directory, also=keep.write if keep is not None else None, progress=progress)
+            return plan
+
+        if target.suffix == ".safetensors":
+            writing.to_file(target, fill)
+        else:
+            writing.to_directory(target, fill, made, shelf.store.url, branch, force=force)
+        if keep is not None:
+            keep.commit(made.tree)
+    return made
+
+
+def _one_file(schema: Schema, plan: Sequence[File]) -> File:
+    """The version's only weights file as it was, or all its tensors in one new file."""
+    weights = [file for file in plan if file.places or file.path.endswith(".safetensors")]
+    if len(weights) == 1 and len(weights[0].places) == len(schema.tensors):
+        only = weights[0]
+        return File(only.path.rpartition("/")[2], only.size, only.content, only.places)
+    if any(tensor.component for tensor in schema.tensors):
+        raise Refused("a version with several components does not fit one file: check it out into a directory")
+    return writing.single(schema, schema.tensors, "model.safetensors")
+
+
+def _lying(refs: Refs, target: Path, stack: contextlib.ExitStack) -> tuple[str, Callable[[Tree], State]] | None:
+    """What a directory holds, if its marker names a version of this repository and its files can be read."""
+    marker = read_marker(target)
+    entry = refs.catalogue.find(marker.version) if marker is not None else None
+    if entry is None or entry.version is None:
+        return None
+    try:
+        source = _open(target)
+    except (Refused, OSError):
+        return None
+    stack.callback(source.close)
+    return entry.version.tree, lambda tree: Lying(tree, source)
+
+
+def _open(target: Path) -> Source:
+    from weightvc.sources import open_source
+
+    return open_source(target)
+
+
+def load(
+    shelf: Shelf,
+    refs: Refs,
+    entry: Entry,
+    names: Sequence[str] | None,
+    *,
+    component: str,
+    framework: Literal["torch", "numpy"],
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Tensors of one component by name."""
+    from weightvc.sources import memory
+
+    made = entry.version
+    assert made is not None
+    make = memory.to_torch if framework == "torch" else memory.to_numpy
+    with contextlib.ExitStack() as stack:
+        whole = names is None
+        _, verified = stack.enter_context(resolve.opened(shelf, refs, entry, whole=whole))
+        schema = verified.tree.schema
+        if names is None:
+            chosen = [i for i, tensor in enumerate(schema.tensors) if tensor.component == component]
+        else:
+            chosen = []
+            for name in names:
+                i = schema.index.get((component, name))
+                if i is None:
+                    raise TensorNotFound(f"version {made.short} has no tensor {name!r:.200}: see `weightvc ls`")
+                chosen.append(i)
+        buffers = {i: bytearray(schema.tensors[i].nbytes) for i in chosen}
+        keep = None
+        if whole and not component and shelf.cache is not None and not shelf.cache.has_tree(made.tree):
+            keep = shelf.cache.write_tree(schema)
+            if keep is not None:
+                stack.callback(keep.drop)
+
+        def work(block: tuple[int, int]) -> int:
+            low, high = block
+            data = memoryview(verified.read(low, high))
+            if keep is not None:
+                keep.write(schema.position(low), data)
+            at = 0
+            for chunk in range(low, high):
+                tensor, start, stop = schema.span(chunk)
+                if tensor in buffers:
+                    buffers[tensor][start:stop] = data[at : at + stop - start]
+                at += stop - start
+            return at
+
+        blocks = verified.blocks()
+        if names is not None:
+            spans = [(schema.first_chunk[i], schema.first_chunk[i + 1]) for i in sorted(buffers)]
+            blocks = [b for b in blocks if any(b[0] < high and low < b[1] for low, high in spans)]
+        done = 0
+        with ThreadPoolExecutor(parallel.workers(), "weightvc-load") as pool:
+            for size in parallel.ordered(pool, work, blocks, 2 * parallel.workers() + 2):
+                done += size
+                if progress is not None:
+                    progress(done, schema.nbytes)
+        if keep is not None:
+            keep.commit(made.tree)
+        return {
+            schema.tensors[i].name: make(schema.tensors[i].dtype, schema.tensors[i].shape, buffers[i]) for i in chosen
+        }
+
+
+def plan(shelf: Shelf, source: VersionSource) -> list[File]:
+    """The files that a checkout of a version writes."""
+    return writing.files(source.tree.schema, resolve.layout_of(shelf, source.manifest))
+
+
+def content(shelf: Shelf, source: VersionSource, path: str) -> bytes:
+    """One file of a version. Raises NotFound naming those that there are."""
+    files = plan(shelf, source)
+    file = next((f for f in files if f.path == path), None)
+    if file is None:
+        names = ", ".join(f.path for f in files[:8])
+        raise NotFound(f"the version has no file {path!r:.200}; it has {names}")
+    out = bytearray(file.size)
+    out[: len(file.content)] = file.content
+    for tensor, at in file.places:
+        nbytes = source.tensors[tensor].nbytes
+        out[at : at + nbytes] = source.read(tensor, 0, nbytes)
+    return bytes(out)
+
+
+@dataclass(slots=True)
+class Verification:
+    """What differs between files and a version: nothing if `ok`."""
+
+    version: Version
+    tensors: list[str] = field(default_factory=list)
+    """Tensors whose bytes, dtype or shape differ, or that are missing."""
+    files: list[str] = field(default_factory=list)
+    """Other files, headers included, that differ or are missing."""
+    foreign: list[str] = field(default_factory=list)
+    """Files that the version has not."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is bit for bit the version's."""
+        return not (self.tensors or self.files or self.foreign)
+
+
+def verify(shelf: Shelf, refs: Refs, target: Path, ref: str | None) -> Verification:
+    """Compare a directory or a file with a version, reading every byte of it."""
+    marker = read_marker(target) if target.is_dir() else None
+    if not target.exists():
+        raise NotFound(f"{target} does not exist")
+    entry = _entry(refs, marker, target, ref)
+    manifest = resolve.manifest_of(shelf, entry)
+    tree = resolve.tree_of(shelf, manifest, "the manifest")
+    stored = resolve.layout_of(shelf, manifest)
+    result = Verification(manifest.version)
+    try:
+        source = _open(target)
+    except BadFile as error:
+        result.files.append(str(error))
+        return result
+    try:
+        _compare_tensors(tree, source, result)
+        if target.is_dir():
+            _compare_files(tree, stored, source, result)
+    finally:
+        source.close()
+    return result
+
+
+def _entry(refs: Refs, marker: Marker | None, target: Path, ref: str | None) -> Entry:
+    if ref is not None:
+        return refs.resolve(ref).entry
+    if marker is None:
+        raise Refused(f"{target} does not say which version it holds (no {MARKER}): name one")
+    entry = refs.catalogue.find(marker.version)
+    if entry is None:
+        raise Refused(
+            f"{target} holds version {marker.version[:12]} of {marker.repository}, which is not in this repository"
+        )
+    return entry
+
+
+def _compare_tensors(tree: Tree, source: Source, result: Verification) -> None:
+    schema = tree.schema
+    index = {(t.component, t.name): i for i, t in enumerate(source.tensors)}
+
+    def differs(i: int) -> bool:
+        tensor = schema.tensors[i]
+        j = index.get((tensor.component, tensor.name), -1)
+        if j < 0 or source.tensors[j] != tensor:
+            return True
+        for chunk in range(schema.first_chunk[i], schema.first_chunk[i + 1]):
+            _, start, stop = schema.span(chunk)
+            if frame.digest(source.read(j, start, stop)) != tree.chunk(chunk):
+                return True
+        return False
+
+    with ThreadPoolExecutor(parallel.workers(), "weightvc-verify") as pool:
+        for i, different in enumerate(pool.map(differs, range(len(schema.tensors)))):
+            if different:
+                result.tensors.append(_called(schema.tensors[i].component, schema.tensors[i].name))
+    for tensor in source.tensors:
+        if (tensor.component, tensor.name) not in schema.index:
+            result.tensors.append(_called(tensor.component, tensor.name))
+
+
+def _called(component: str, name: str) -> str:
+    return f"{component}/{name}" if component else name
+
+
+def _compare_files(tree: Tree, stored: layout.Stored | None, source: Source, result: Verification) -> None:
+    expected = {file.path: (file.size, frame.digest(file.content)) for file in writing.files(tree.schema, stored)}
+    have = {f.path: (f.size, frame.digest(f.content)) for f in source.layout.files} if source.layout else {}
+    for path, wanted in expected.items():
+        if have.get(path) != wanted:
+            result.files.append(path)
+    result.foreign += sorted(set(have) - set(expected))
+
+
+@dataclass(slots=True)
+class Status:
+    """What a directory holds. `behind` counts versions between it and its branch's head; None if it is not on it."""
+
+    version: Version
+    branch: str | None
+    head: Version | None
+    behind: int | None
+    changed: list[str]
+    missing: list[str]
+    foreign: list[str]
+
+
+def status(shelf: Shelf, refs: Refs, target: Path) -> Status:
+    """Compare a directory with its marker: sizes and times first, content where those differ."""
+    marker = read_marker(target)
+    if marker is None:
+        raise Refused(f"{target} does not say which version it holds (no {MARKER}): check one out into it")
+    entry = _entry(refs, marker, target, None)
+    assert entry.version is not None
+    changed, missing = [], []
+    for path, known in marker.files.items():
+        try:
+            found = (target / path).stat()
+        except OSError:
+            missing.append(path)
+            continue
+        if (found.st_size, found.st_mtime_ns) != known:
+            changed.append(path)
+    if changed and not missing:
+        # A touched file is not a changed one: the bytes decide.
+        result = verify(shelf, refs, target, None)
+        if not result.tensors:
+            changed = [path for path in changed if path in result.files]
+    head = behind = None
+    if marker.branch is not None and (ident := refs.head(marker.branch)) is not None:
+        top = refs.entry(ident)
+        head = top.version
+        for i, candidate in enumerate(refs.history(top)):
+            if candidate.new == marker.version:
+                behind = i
+                break
+    foreign = writing.foreign(target)
+    return Status(entry.version, marker.branch, head, behind, changed, missing, foreign)
