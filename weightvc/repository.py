@@ -310,6 +310,7 @@ class Repository:
                     parents=[_version(e) for e in entries],
                     parent=parent,
                     labels=said,
+                    head=wanted,
                 )
                 try:
                     entry = commit.publish(self._shelf, entry, transaction, seen, expected=wanted)

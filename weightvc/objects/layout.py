@@ -94,7 +94,8 @@ def decode(data: frame.Buffer, what: str) -> Stored:
 
 def decode_file(content: str, length: int, data: frame.Buffer, what: str) -> bytes:
     """The content of a file object, checked against its digest."""
-    _, sections = frame.decode(frame.FILE, data, what)
+    head, sections = frame.decode(frame.FILE, data, what)
+    frame.check_type(head.get("weightvc"), "file 1", what)
     if len(sections) != 1:
         raise Corrupt(f"{what} is corrupt: {len(sections)} sections")
     return _checked(content, frame.decompress(sections[0], length, what), what)

@@ -285,6 +285,7 @@ def upload(
     parents: Sequence[Version],
     parent: Baseline | None,
     labels: Labels,
+    head: str | None,
 ) -> Entry:
     """Everything but the swap: packs, schema and layout where they are new, the manifest. Returns the entry."""
     before = shelf.store.stats.bytes_written
@@ -330,8 +331,7 @@ def upload(
         edges=tuple(edges),
         nbytes=shelf.store.stats.bytes_written - before,
     )
-    old = parents[0].id if parents and branch is not None else None
-    return Entry(catalogue.COMMIT, 0, made.time, made.author, branch, old, made.id, made.message, made, place)
+    return Entry(catalogue.COMMIT, 0, made.time, made.author, branch, head, made.id, made.message, made, place)
 
 
 def _layout(

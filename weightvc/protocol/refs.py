@@ -215,6 +215,7 @@ def tag_page(shelf: Shelf, root: Root) -> tuple[dict[str, str], dict[str, str]]:
     if root.tags is None:
         return {}, {}
     page = shelf.page(root.tags)
+    frame.check_type(page.get("weightvc"), "tags 1", root.tags)
     tags, deleted = page.get("tags"), page.get("deleted")
     if not isinstance(tags, dict) or not isinstance(deleted, dict):
         raise Corrupt(f"{root.tags} is corrupt: it has no tags")
