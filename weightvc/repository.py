@@ -2,9 +2,10 @@
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -41,8 +42,6 @@ def init(url: str | os.PathLike[str], *, default_branch: str = "main", **options
     The store is probed with parallel conditional writes first, and refused (UnsafeStore) if it breaks their
     promises. `options` are those of open(). Raises KeyExists if there is a repository already.
     """
-    import time
-
     from weightvc.objects import root as roots
     from weightvc.stores.probe import probe
 
@@ -53,16 +52,18 @@ def init(url: str | os.PathLike[str], *, default_branch: str = "main", **options
     return repository
 
 
-def open(url: str | os.PathLike[str], **options: Any) -> "Repository":
+def open(url: str | os.PathLike[str], *, lazy: bool = False, **options: Any) -> "Repository":
     """Open the repository at a path or URL.
 
     Options: `cache` is a directory, True for the usual one (~/.cache/weightvc), or None for none; `author` goes
     into versions (user@host unless given); `progress(done, total)` is called with bytes while a commit or checkout
     runs; the rest goes to the store (for S3: endpoint_url, region, access_key, secret_key, session_token, profile).
-    Raises KeyNotFound if there is no repository, Corrupt if its root is damaged.
+    Raises KeyNotFound if there is no repository, Corrupt if its root is damaged; with `lazy` nothing is read yet,
+    and the first operation raises that, which saves one request.
     """
     repository = _connect(url, **options)
-    repository.refresh()
+    if not lazy:
+        repository.refresh()
     return repository
 
 
@@ -103,6 +104,8 @@ class Repository:
         self.progress = progress
         self._shelf = Shelf(store, cache)
         self._seen: swap.Seen | None = None
+        self._last: Entry | None = None
+        self._frozen = 0
         self._heads: dict[str, str | None] = {}
         self._lock = threading.Lock()
 
@@ -134,11 +137,23 @@ class Repository:
     def refresh(self) -> Root:
         """Read the root, by one conditional request where it was read before."""
         with self._lock:
+            if self._frozen and self._seen is not None:
+                return self._seen.root
             seen = swap.read_root(self.store, unless_etag=self._seen.etag if self._seen else None)
             if seen is not None:
                 self._seen = seen
             assert self._seen is not None
             return self._seen.root
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Root]:
+        """What is read inside a with block is all of one moment, and reads the root once."""
+        root = self.refresh()
+        self._frozen += 1
+        try:
+            yield root
+        finally:
+            self._frozen -= 1
 
     def _refs(self) -> Refs:
         return Refs(self._shelf, self.refresh())
@@ -165,6 +180,8 @@ class Repository:
 
     def entry(self, ref: str = HEAD) -> Entry:
         """The catalogue's entry of a version: the version, and where it lies."""
+        if self._last is not None and self._last.new == ref:
+            return self._last
         return self._refs().resolve(ref).entry
 
     def log(self, ref: str = HEAD, n: int | None = None) -> Iterator[Version]:
@@ -179,17 +196,19 @@ class Repository:
         def order(entry: Entry) -> tuple[int, int, str]:
             return -_version(entry).generation, -entry.sequence, _version(entry).id
 
+        if n is not None and n <= 0:
+            return
         refs = self._refs()
         starts = [refs.resolve(one).entry for one in ([ref] if isinstance(ref, str) else ref)]
         last: str | None = None
         count = 0
         for entry in heapq.merge(*(refs.ancestors(start) for start in starts), key=order):
-            if n is not None and count >= n:
-                return
             if entry.new != last:  # what several refs descend from comes once from each, side by side
                 yield entry
                 last = entry.new
                 count += 1
+                if count == n:
+                    return  # before the next one is looked for, which may take another segment
 
     def reflog(self, branch: str = HEAD) -> Iterator[Entry]:
         """Every move of a branch, newest first."""
@@ -313,7 +332,7 @@ class Repository:
                     head=wanted,
                 )
                 try:
-                    entry = commit.publish(self._shelf, entry, transaction, seen, expected=wanted)
+                    entry, self._seen = commit.publish(self._shelf, entry, transaction, seen, expected=wanted)
                 except BranchMoved as error:
                     if not rebase or expect is not None:
                         raise
@@ -326,6 +345,7 @@ class Repository:
                         raise
                     continue
                 version = _version(entry)
+                self._last = entry
                 build.keep(version)
                 if target is not None:
                     self._remember(target, version.id)
@@ -365,7 +385,8 @@ class Repository:
             root = self.refresh()
             transaction = key.Transaction(root.sequence)
             try:
-                return swap.change(self._shelf, partial(make, transaction=transaction), transaction, self._seen)
+                self._seen = swap.change(self._shelf, partial(make, transaction=transaction), transaction, self._seen)
+                return self._seen.root
             except Expired:
                 if restart == RESTARTS:
                     raise
@@ -381,8 +402,6 @@ class Repository:
         message: str,
         **changes: Any,
     ) -> Root:
-        import time
-
         entry = Entry(op, root.sequence + 1, time.time_ns() // 1000, self.author, name, old, new, message)
         return root.next(tail=(*root.tail, entry), **changes)
 
@@ -453,8 +472,8 @@ class Repository:
             made[:] = [_version(entry)]
             if not rewind and not refs.descends(entry, head):
                 raise Refused(
-                    f"{made[0].short} does not descend from {name!r}'s head {head[:12]}: to go back by a new version "
-                    "use `weightvc revert`; to drop what is newer, reset with --rewind"
+                    f"{made[0].short} does not descend from {head[:12]}, the head of {name!r}: to go back by a new "
+                    "version use `weightvc revert`; to drop what is newer, reset with --rewind"
                 )
             branches = {**root.branches, name: made[0].id}
             return self._move(root, "reset", name, head, made[0].id, message, branches=branches)
@@ -511,19 +530,30 @@ class Repository:
 
         return VersionSource(self._shelf, refs, entry, whole=whole)
 
-    def checkout(self, ref: str, target: str | os.PathLike[str], *, force: bool = False) -> Version:
+    def checkout(
+        self, ref: str, target: str | os.PathLike[str], *, force: bool = False, replace: bool = False
+    ) -> Version:
         """Write a version's files: into a directory as they were committed, or (*.safetensors) as one file.
 
         What the directory holds already is used, so that going to the next version fetches one patch. Everything is
         built beside the target and checked, and then swapped in by a rename: the old files or the new, never a mix.
-        Raises RefNotFound, Refused (files that no checkout put there), Corrupt, StoreError.
+        Files that no checkout put there are refused, and so are files that were changed since; `replace` lets go of
+        changed ones (a rollout host's directory heals so), `force` of changed ones and keeps foreign ones beside.
+        Raises RefNotFound, Refused, Corrupt, StoreError.
         """
         from weightvc import worktree
 
         refs = self._refs()
         found = refs.resolve(ref)
         version = worktree.checkout(
-            self._shelf, refs, found.entry, Path(target), branch=found.branch, force=force, progress=self.progress
+            self._shelf,
+            refs,
+            found.entry,
+            Path(target),
+            branch=found.branch,
+            force=force,
+            replace=replace,
+            progress=self.progress,
         )
         if found.branch is not None:
             self._remember(found.branch, version.id)
@@ -651,7 +681,7 @@ class Repository:
         """Compare a checked-out directory (or file) with its version, or with `ref`, reading every byte."""
         from weightvc import worktree
 
-        return worktree.verify(self._shelf, self._refs(), Path(target), ref)
+        return worktree.verify(self._shelf, self._refs(), Path(target), ref, progress=self.progress)
 
     def status(self, target: str | os.PathLike[str]) -> "Status":
         """Which version a directory holds, what was changed in it, and how far behind its branch it is."""

@@ -33,11 +33,14 @@ def checkout(
     *,
     branch: str | None,
     force: bool,
+    replace: bool,
     progress: Progress | None,
 ) -> Version:
     """Write a version's files into a directory, or as one file if `target` ends in .safetensors."""
     made = entry.version
     assert made is not None
+    if not (force or replace):
+        _check_unchanged(shelf, refs, target)
     with contextlib.ExitStack() as stack:
         lying = None if target.suffix == ".safetensors" else _lying(refs, target, stack)
         manifest, verified = stack.enter_context(resolve.opened(shelf, refs, entry, lying=lying))
@@ -62,6 +65,20 @@ def checkout(
         if keep is not None:
             keep.commit(made.tree)
     return made
+
+
+def _check_unchanged(shelf: Shelf, refs: Refs, target: Path) -> None:
+    """Raise Refused if files of a checkout were changed since: they may be somebody's work."""
+    marker = read_marker(target)
+    if marker is None or refs.catalogue.find(marker.version) is None:
+        return
+    changed = status(shelf, refs, target).changed
+    if changed:
+        names = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        raise Refused(
+            f"{target} has files that were changed since the checkout: {names}; commit them, or let go of them with "
+            "`weightvc checkout --force` or `weightvc pull`"
+        )
 
 
 def _one_file(schema: Schema, plan: Sequence[File]) -> File:
@@ -199,7 +216,9 @@ class Verification:
         return not (self.tensors or self.files or self.foreign)
 
 
-def verify(shelf: Shelf, refs: Refs, target: Path, ref: str | None) -> Verification:
+def verify(
+    shelf: Shelf, refs: Refs, target: Path, ref: str | None, *, progress: Progress | None = None
+) -> Verification:
     """Compare a directory or a file with a version, reading every byte of it."""
     marker = read_marker(target) if target.is_dir() else None
     if not target.exists():
@@ -215,7 +234,7 @@ def verify(shelf: Shelf, refs: Refs, target: Path, ref: str | None) -> Verificat
         result.files.append(str(error))
         return result
     try:
-        _compare_tensors(tree, source, result)
+        _compare_tensors(tree, source, result, progress)
         if target.is_dir():
             _compare_files(tree, stored, source, result)
     finally:
@@ -236,7 +255,7 @@ def _entry(refs: Refs, marker: Marker | None, target: Path, ref: str | None) -> 
     return entry
 
 
-def _compare_tensors(tree: Tree, source: Source, result: Verification) -> None:
+def _compare_tensors(tree: Tree, source: Source, result: Verification, progress: Progress | None) -> None:
     schema = tree.schema
     index = {(t.component, t.name): i for i, t in enumerate(source.tensors)}
 
@@ -253,6 +272,8 @@ def _compare_tensors(tree: Tree, source: Source, result: Verification) -> None:
 
     with ThreadPoolExecutor(parallel.workers(), "weightvc-verify") as pool:
         for i, different in enumerate(pool.map(differs, range(len(schema.tensors)))):
+            if progress is not None:
+                progress(schema.offset[i + 1], schema.nbytes)
             if different:
                 result.tensors.append(_called(schema.tensors[i].component, schema.tensors[i].name))
     for tensor in source.tensors:

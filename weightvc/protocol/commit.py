@@ -353,8 +353,9 @@ def _layout(
 
 def publish(
     shelf: Shelf, entry: Entry, transaction: key.Transaction, seen: swap.Seen | None, *, expected: str | None
-) -> Entry:
-    """Swap the root so that it catalogues `entry`, and its branch (if it has one) has it as head.
+) -> tuple[Entry, swap.Seen]:
+    """Swap the root so that it catalogues `entry`, and its branch (if it has one) has it as head. Returns the entry
+    as it stands there, and the root.
 
     Raises BranchMoved if the branch's head is not `expected`; the versions of other branches may come and go.
     """
@@ -379,8 +380,8 @@ def publish(
             branches[entry.name] = entry.new
         return root.next(branches=branches, tail=(*root.tail, placed))
 
-    swap.change(shelf, make, transaction, seen)
-    return placed
+    landed = swap.change(shelf, make, transaction, seen)
+    return placed, landed
 
 
 def moved(branch: str, expected: str | None, head: str | None) -> BranchMoved:

@@ -22,6 +22,8 @@ from weightvc.stores.base import Store
 
 ATTEMPTS: Final = 8
 """Times that one root body is sent, and times that another writer's root is built upon, before giving up."""
+UNREACHED: Final = 2
+"""Failures to reach the store, when a repository is made, after which that is told."""
 RECENT: Final = 8
 """Entries that stay in the root when it spills, so that a reader a few versions behind needs no segment."""
 
@@ -61,7 +63,11 @@ def create_root(store: Store, root: Root) -> None:
         try:
             store.create(key.ROOT, body)
             return
-        except (KeyExists, StateUnknown, Unavailable):
+        except Unavailable:
+            # Surely not written: a store that cannot be reached says why.
+            if attempt == UNREACHED:
+                raise
+        except (KeyExists, StateUnknown):
             try:
                 found = must_read(store).root
             except KeyNotFound:
@@ -78,7 +84,7 @@ def change(
     make: Callable[[Root], Root],
     transaction: key.Transaction,
     seen: Seen | None = None,
-) -> Root:
+) -> Seen:
     """Swap the root for `make(root)`, which is asked again whenever somebody else was first.
 
     `seen` is a root at hand, to spare the first read. `make` checks on each root that the change still applies
@@ -91,22 +97,22 @@ def change(
         if seen.root.horizon > transaction.begin:
             raise Expired("the collector has passed this transaction: it begins again under new names")
         new = _spilled(shelf, make(seen.root), transaction)
-        if _swap(shelf.store, seen, new):
-            return new
+        landed = _swap(shelf.store, seen, new)
+        if landed is not None:
+            return landed
         seen = None
         _pause(min(attempt, 4))
     raise Conflict(f"{shelf.store.url}: too many writers: the root moved {8 * ATTEMPTS} times under this change")
 
 
-def _swap(store: Store, seen: Seen, new: Root) -> bool:
-    """Swap, and be sure: True if `new` landed, False if somebody else won."""
+def _swap(store: Store, seen: Seen, new: Root) -> Seen | None:
+    """Swap, and be sure: the root that `new` became, or a later one with it inside; None if somebody else won."""
     body = roots.encode(new)
     doubt: Exception | None = None
     sent = False
     for attempt in range(ATTEMPTS):
         try:
-            store.swap(key.ROOT, body, seen.etag)
-            return True
+            return Seen(new, store.swap(key.ROOT, body, seen.etag))
         except (PreconditionFailed, StateUnknown) as error:
             doubt, sent = error, True
         except Unavailable as error:
@@ -118,13 +124,13 @@ def _swap(store: Store, seen: Seen, new: Root) -> bool:
             doubt = error
             continue
         if new.write in now.root.ring:
-            return True
+            return now
         moved = now.root.sequence - seen.root.sequence
         if now.etag == seen.etag or moved == 0:
             _pause(attempt)
             continue
         if moved <= len(now.root.ring):
-            return False
+            return None
         break
     if not sent and isinstance(doubt, Unavailable):
         raise doubt

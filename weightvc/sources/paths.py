@@ -61,7 +61,11 @@ def check_together(paths: Iterable[str]) -> None:
     """
     # Folders count as well: "A/x" and "a/y" would end in one folder on a system that ignores case.
     spelled: dict[str, tuple[str, bool]] = {}
+    previous: str | None = None
     for path in sorted(paths):
+        if path == previous:
+            raise BadFile(f"{path!r} stands twice: leave one out")
+        previous = path
         parts = path.split("/")
         for depth in range(1, len(parts) + 1):
             prefix = "/".join(parts[:depth])

@@ -1,0 +1,273 @@
+"""Commands that read history: log, show, ls, cat, reflog."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from weightvc_cli.output import (
+    as_json,
+    entry_json,
+    first_line,
+    iso,
+    labels,
+    local,
+    shape,
+    shown,
+    size,
+    table,
+    weight,
+)
+from weightvc_cli.settings import Settings, json_option, repository_option, stats_option
+
+if TYPE_CHECKING:
+    from weightvc.objects.catalogue import Entry
+    from weightvc.objects.root import Root
+    from weightvc.repository import Repository
+
+PIECE: Final = 64 << 20
+"""Bytes of a tensor that are written at once."""
+
+
+@click.command()
+@click.argument("refs", nargs=-1, metavar="[REF]...")
+@click.option("-n", "--max-count", type=click.IntRange(min=0), help="At most so many versions.")
+@click.option("--oneline", is_flag=True, help="One line a version.")
+@click.option("--graph", is_flag=True, help="Draw the history's lanes.")
+@click.option("--all", "all_branches", is_flag=True, help="All branches.")
+@json_option
+@stats_option
+@repository_option
+@click.pass_obj
+def log(
+    settings: Settings, refs: tuple[str, ...], max_count: int | None, oneline: bool, graph: bool, all_branches: bool
+) -> None:
+    """Show versions, newest first.
+
+    REF (HEAD unless given) and all that it descends from.
+    """
+    with settings.open() as repository, repository.snapshot() as root:
+        names = _names(repository, root)
+        if all_branches:
+            refs = (*refs, *root.branches)
+            if not refs:
+                refs = ("HEAD",)
+        entries = repository.entries(refs or "HEAD", max_count)
+        if settings.json:
+            click.echo(as_json([entry_json(entry) | _named(names, entry) for entry in entries]))
+            return
+        make = _one_line if oneline else _lines
+        lines: Iterator[str]
+        if graph:
+            from weightvc_cli.graph import draw
+
+            lines = draw((entry.new or "", _parents(entry), make(entry, names)) for entry in entries)
+        else:
+            lines = (line for entry in entries for line in make(entry, names))
+        for line in lines:
+            click.echo(line)
+
+
+def _parents(entry: "Entry") -> Sequence[str]:
+    return entry.version.parents if entry.version else ()
+
+
+def _names(repository: "Repository", root: "Root") -> dict[str, list[str]]:
+    """What points at versions, by id, as git writes it."""
+    names: dict[str, list[str]] = {}
+    for branch, ident in root.branches.items():
+        if branch == root.default:
+            names.setdefault(ident, []).insert(0, f"HEAD -> {branch}")
+        else:
+            names.setdefault(ident, []).append(branch)
+    # Most repositories have no tags, and then there is no page to read.
+    for tag, ident in repository.tags().items() if root.tags is not None else ():
+        names.setdefault(ident, []).append(f"tag: {tag}")
+    return names
+
+
+def _named(names: dict[str, list[str]], entry: "Entry") -> dict[str, list[str]]:
+    found = [name.removeprefix("HEAD -> ") for name in names.get(entry.new or "", [])]
+    return {
+        "branches": [name for name in found if not name.startswith("tag: ")],
+        "tags": [name.removeprefix("tag: ") for name in found if name.startswith("tag: ")],
+    }
+
+
+def _one_line(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
+    version = entry.version
+    assert version is not None
+    parts = [version.short]
+    if entry.new in names:
+        parts.append(f"({', '.join(names[entry.new])})")
+    if version.step is not None:
+        parts.append(f"[step {version.step}]")
+    return [" ".join([*parts, first_line(version.message)]).rstrip()]
+
+
+def _lines(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
+    version = entry.version
+    assert version is not None
+    lines = [f"version {version.id}" + (f" ({', '.join(names[entry.new])})" if entry.new in names else "")]
+    if len(version.parents) > 1:
+        lines.append(f"Merge:  {' '.join(parent[:12] for parent in version.parents)}")
+    lines += [f"Author: {shown(version.author)}", f"Date:   {local(version.time)}"]
+    if said := labels(version):
+        lines.append(f"Labels: {said}")
+    lines += [f"Stored: {weight(entry)}", ""]
+    if version.message:
+        lines += [f"    {shown(line)}".rstrip() for line in version.message.strip().splitlines()]
+        lines.append("")
+    return lines
+
+
+@click.command()
+@click.argument("ref", default="HEAD")
+@json_option
+@repository_option
+@click.pass_obj
+def show(settings: Settings, ref: str) -> None:
+    """Show one version in full."""
+    with settings.open() as repository, repository.snapshot() as root:
+        names = _names(repository, root)
+        entry = repository.entry(ref)
+        version, place = entry.version, entry.place
+        assert version is not None
+        assert place is not None
+        files = repository.files(version.id)
+        if settings.json:
+            more = {"manifest": place.manifest, "files": [{"path": p, "bytes": n} for p, n in files.items()]}
+            click.echo(as_json(entry_json(entry) | _named(names, entry) | more))
+            return
+        for line in _lines(entry, names):
+            click.echo(line)
+        for key, value in version.metadata.items():
+            click.echo(f"Meta:     {shown(key)} = {as_json(value)}")
+        click.echo(f"Tree:     {version.tree}  ({version.elements} elements, {size(version.nbytes)})")
+        click.echo(f"Layout:   {version.layout or 'none: it came from memory'}")
+        for parent in version.parents:
+            click.echo(f"Parent:   {parent}")
+        click.echo(f"Manifest: {place.manifest}  ({size(place.nbytes)} stored in all)")
+        for edge in place.edges:
+            kind = f"patch from {edge.source[:12]}" if edge.source else "base"
+            click.echo(f"Edge:     {kind}, {size(edge.nbytes)}, {edge.changed} elements")
+        for path, nbytes in files.items():
+            click.echo(f"File:     {shown(path)}  ({size(nbytes)})")
+
+
+@click.command()
+@click.argument("ref", default="HEAD")
+@click.option("--files", is_flag=True, help="List the files that a checkout writes, not the tensors.")
+@json_option
+@repository_option
+@click.pass_obj
+def ls(settings: Settings, ref: str, files: bool) -> None:
+    """List a version's tensors, or its files.
+
+    A tensor has a line of dtype, shape, digest and name.
+    """
+    with settings.open() as repository:
+        if files:
+            found = repository.files(ref)
+            if settings.json:
+                click.echo(as_json([{"path": path, "bytes": nbytes} for path, nbytes in found.items()]))
+                return
+            for line in table([(str(nbytes), shown(path)) for path, nbytes in found.items()], "rl"):
+                click.echo(line)
+            return
+        with repository.source(ref) as source:
+            tensors = list(zip(source.tensors, source.tree.tensors, strict=True))
+        if settings.json:
+            click.echo(
+                as_json(
+                    [
+                        {
+                            "component": t.component,
+                            "name": t.name,
+                            "dtype": t.dtype,
+                            "shape": list(t.shape),
+                            "bytes": t.nbytes,
+                            "digest": digest.hex(),
+                        }
+                        for t, digest in tensors
+                    ]
+                )
+            )
+            return
+        rows = [(t.dtype, shape(t.shape), digest.hex()[:12], _called(t.component, t.name)) for t, digest in tensors]
+        for line in table(rows, "llll"):
+            click.echo(line)
+
+
+def _called(component: str, name: str) -> str:
+    return shown(f"{component}/{name}" if component else name)
+
+
+@click.command()
+@click.argument("ref")
+@click.argument("file", required=False)
+@click.option("--tensor", metavar="NAME", help="A tensor's raw bytes instead of a file.")
+@click.option("--component", default="", metavar="FOLDER", help="The component that the tensor belongs to.")
+@repository_option
+@click.pass_obj
+def cat(settings: Settings, ref: str, file: str | None, tensor: str | None, component: str) -> None:
+    """Write a file of a version to stdout.
+
+    FILE is one of `weightvc ls --files`.
+    """
+    if (file is None) == (tensor is None):
+        raise click.UsageError("name either a FILE or a --tensor")
+    with settings.open() as repository:
+        if file is not None:
+            _write(repository.cat(ref, file))
+            return
+        assert tensor is not None
+        for piece in repository.tensor_bytes(ref, tensor, component=component, piece=PIECE):
+            _write(piece)
+
+
+def _write(data: bytes) -> None:
+    # Under PYTHONUNBUFFERED stdout writes only as much as the pipe takes at once, and says how much that was.
+    view = memoryview(data)
+    while view:
+        view = view[sys.stdout.buffer.write(view) :]
+
+
+@click.command()
+@click.argument("branch", default="HEAD")
+@click.option("-n", "--max-count", type=click.IntRange(min=0), help="At most so many moves.")
+@json_option
+@repository_option
+@click.pass_obj
+def reflog(settings: Settings, branch: str, max_count: int | None) -> None:
+    """Show every move of a branch."""
+    with settings.open() as repository:
+        moves = []
+        for i, entry in enumerate(repository.reflog(branch)):
+            if max_count is not None and i >= max_count:
+                break
+            moves.append(entry)
+        if settings.json:
+            click.echo(
+                as_json(
+                    [
+                        {
+                            "branch": entry.name,
+                            "index": i,
+                            "op": entry.op,
+                            "old": entry.old,
+                            "new": entry.new,
+                            "time": iso(entry.time),
+                            "author": entry.author,
+                            "message": entry.message,
+                        }
+                        for i, entry in enumerate(moves)
+                    ]
+                )
+            )
+            return
+        for i, entry in enumerate(moves):
+            to = entry.new[:12] if entry.new else "gone"
+            text = f"{to} {entry.name}@{{{i}}} {local(entry.time)} {shown(entry.author)} {entry.op}"
+            click.echo(f"{text}: {first_line(entry.message)}" if entry.message else text)

@@ -1,0 +1,137 @@
+"""The command `weightvc`: the group of commands, and what becomes of errors, warnings and signals."""
+
+import os
+import sys
+import warnings
+from importlib import import_module
+from typing import Any, Final, NoReturn
+
+import click
+
+from weightvc import __version__
+from weightvc.errors import WeightvcError
+from weightvc_cli.output import as_json, shown
+from weightvc_cli.settings import Settings, repository_option, set_value
+
+# Commands are imported when they are asked for: `weightvc --version` should not wait for `commit`.
+COMMANDS: Final = {
+    "init": "work",
+    "commit": "work",
+    "checkout": "work",
+    "pull": "work",
+    "status": "work",
+    "verify": "work",
+    "log": "history",
+    "show": "history",
+    "ls": "history",
+    "cat": "history",
+    "reflog": "history",
+    "diff": "compare",
+    "branch": "refs",
+    "tag": "refs",
+    "reset": "refs",
+    "revert": "refs",
+}
+INTERRUPTED: Final = 130
+CLOSED_PIPE: Final = 141
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # click would make it status 1, which is for bugs.
+            raise click.exceptions.Exit(CLOSED_PIPE) from None
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module = COMMANDS.get(cmd_name)
+        if module is None:
+            return None
+        found = getattr(import_module(f"weightvc_cli.{module}"), cmd_name)
+        assert isinstance(found, click.Command)
+        return found
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@repository_option
+@click.option("--endpoint-url", metavar="URL", callback=set_value, expose_value=False, help="S3 server.")
+@click.option("--region", metavar="NAME", callback=set_value, expose_value=False, help="S3 region.")
+@click.option("--profile", metavar="NAME", callback=set_value, expose_value=False, help="Profile of AWS credentials.")
+@click.version_option(__version__, message="weightvc %(version)s")
+def cli() -> None:
+    """git for model weights, on object storage.
+
+    A REF is a branch, a tag, a version id or its first digits, and what follows: main~2, main@{1},
+    main@{step=121}. HEAD is the default branch.
+    """
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: 0, or the code of the kind of error."""
+    settings = Settings()
+    warnings.showwarning = _warn(settings)
+    try:
+        code = _run(settings)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:
+        code = CLOSED_PIPE
+    if code in (INTERRUPTED, CLOSED_PIPE):
+        # Nobody reads on: what is still buffered must not be written, or waited for, at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _run(settings: Settings) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        # A file name may hold bytes that are no text; it is shown all the same.
+        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+    try:
+        result: Any = cli.main(prog_name="weightvc", standalone_mode=False, obj=settings)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.Abort:
+        return INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        hint = getattr(getattr(error, "ctx", None), "command_path", "weightvc")
+        settings.json = settings.json or "--json" in sys.argv
+        return _fail(settings, "Usage", f"{error.format_message()} (see `{hint} --help`)", error.exit_code, error)
+    except WeightvcError as error:
+        return _fail(settings, type(error).__name__, str(error), error.exit_code, error)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        return _fail(settings, type(error).__name__, what, 9, error)
+    except Exception as error:
+        text = f"a bug in weightvc: {type(error).__name__}: {error}; WEIGHTVC_DEBUG=1 shows where: please report it"
+        return _fail(settings, "Bug", text, 1, error)
+
+
+def _fail(settings: Settings, kind: str, message: str, code: int, error: Exception) -> int:
+    if os.environ.get("WEIGHTVC_DEBUG", "") not in ("", "0"):
+        import traceback
+
+        traceback.print_exception(error)
+    if settings.json:
+        click.echo(as_json({"error": kind, "message": message, "exit_code": code}), err=True)
+    else:
+        click.echo(f"weightvc: {shown(message)}", err=True)
+    return code
+
+
+def _warn(settings: Settings) -> Any:
+    def show(message: Any, *where: Any, **more: Any) -> None:
+        if settings.json:
+            click.echo(as_json({"warning": str(message)}), err=True)
+        else:
+            click.echo(f"weightvc: warning: {shown(str(message))}", err=True)
+
+    return show

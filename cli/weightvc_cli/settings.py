@@ -1,0 +1,186 @@
+"""What all commands share: which repository, how it is opened, progress and statistics.
+
+Only here is the environment read; the library never does.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from weightvc.errors import BadFile, NotFound
+from weightvc_cli.output import as_json, size
+
+if TYPE_CHECKING:
+    from weightvc.repository import Repository
+
+F = TypeVar("F", bound=Callable[..., Any])
+PLACE: Final = ".weightvc"
+"""A directory of this name is a repository; a file of this name says where a checkout came from."""
+
+
+class Settings:
+    """The options that stand before or after the command's name."""
+
+    def __init__(self) -> None:
+        self.repo: str | None = None
+        self.endpoint_url: str | None = None
+        self.region: str | None = None
+        self.profile: str | None = None
+        self.no_cache = False
+        self.json = False
+        self.stats = False
+
+    def options(self) -> dict[str, Any]:
+        """Options for weightvc.open() and weightvc.init()."""
+        cache: str | bool | None = os.environ.get("WEIGHTVC_CACHE", True)
+        if self.no_cache or cache in ("", "none"):
+            cache = None
+        out: dict[str, Any] = {"cache": cache, "author": os.environ.get("WEIGHTVC_AUTHOR") or None}
+        for name in ("endpoint_url", "region", "profile"):
+            if (value := getattr(self, name)) is not None:
+                out[name] = value
+        return out
+
+    def named(self) -> str | None:
+        """The repository that -r or WEIGHTVC_REPO names, or None."""
+        return self.repo if self.repo is not None else os.environ.get("WEIGHTVC_REPO") or None
+
+    def find(self, near: str | None = None) -> str:
+        """The repository: as named, or that of the checkout `near`, or found upwards from the working directory.
+
+        Raises NotFound, or BadFile for a marker that cannot be read.
+        """
+        named = self.named()
+        if named is not None:
+            return named
+        for start in ([near] if near is not None else []) + ["."]:
+            found = _upwards(start)
+            if found is not None:
+                return str(found) if found.is_dir() else _repository_of(found)
+        raise NotFound(
+            "no repository here or above: name one with -r URL or WEIGHTVC_REPO, or make one with `weightvc init`"
+        )
+
+    @contextmanager
+    def open(self, near: str | None = None, what: str = "") -> Iterator["Repository"]:
+        """The repository, open; `what` names the work in a progress bar."""
+        import weightvc
+
+        with progress(what) as bar:
+            repository = weightvc.open(self.find(near), lazy=True, progress=bar, **self.options())
+            try:
+                yield repository
+            finally:
+                repository.close()
+                if self.stats:
+                    self._print_stats(repository)
+
+    def _print_stats(self, repository: "Repository") -> None:
+        stats = repository.stats
+        names = ("reads", "writes", "lists", "deletes", "bytes_read", "bytes_written")
+        if self.json:
+            click.echo(as_json({"stats": {name: getattr(stats, name) for name in names}}), err=True)
+            return
+        click.echo(
+            f"weightvc: {stats.reads} reads, {stats.writes} writes, {stats.lists} lists, {stats.deletes} deletes; "
+            f"{stats.bytes_read} bytes read, {stats.bytes_written} bytes written",
+            err=True,
+        )
+
+
+def checkout_here() -> str:
+    """The checked-out directory that the working directory lies in, or the working directory."""
+    found = _upwards(".")
+    return str(found.parent) if found is not None and found.is_file() else "."
+
+
+def _upwards(start: str) -> Path | None:
+    here = Path(start).resolve()
+    for directory in (here, *here.parents):
+        found = directory / PLACE
+        if found.is_dir() or found.is_file():
+            return found
+    return None
+
+
+def _repository_of(marker: Path) -> str:
+    try:
+        url = json.loads(marker.read_text())["repository"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        url = None
+    if not isinstance(url, str) or not url:
+        raise BadFile(f"{marker} does not say which repository it belongs to: name one with -r, or remove the file")
+    return url
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A callback that draws a bar on a terminal's standard error, for work that takes over a second; else None."""
+    if not sys.stderr.isatty() or not what:
+        yield None
+        return
+    began = time.monotonic()
+    drawn = 0.0
+
+    def draw(done: int, total: int) -> None:
+        nonlocal drawn
+        now = time.monotonic()
+        if now - began < 1 or now - drawn < 0.1:
+            return
+        drawn = now
+        part = done / total if total else 1.0
+        bar = "#" * round(30 * part)
+        rate = size(done / (now - began))
+        sys.stderr.write(f"\r{what} [{bar:<30}] {part:4.0%}  {size(done)} of {size(total)}, {rate}/s\x1b[K")
+        sys.stderr.flush()
+
+    try:
+        yield draw
+    finally:
+        if drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def set_value(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    """Keep an option's value in the settings, wherever on the line it stood."""
+    if value is not None and value is not False:
+        if value == "":
+            raise click.BadParameter("it is empty", context, parameter)
+        setattr(context.find_root().obj, str(parameter.name), value)
+
+
+def repository_option(command: F) -> F:
+    """Add -r and --no-cache."""
+    command = click.option(
+        "--no-cache", is_flag=True, callback=set_value, expose_value=False, help="Neither read nor write the cache."
+    )(command)
+    return click.option(
+        "-r", "--repo", metavar="URL", callback=set_value, expose_value=False, help="Repository: a URL or a path."
+    )(command)
+
+
+def json_option(command: F) -> F:
+    """Add --json."""
+    return click.option(
+        "--json",
+        is_flag=True,
+        is_eager=True,
+        callback=set_value,
+        expose_value=False,
+        help="Report as JSON; errors too.",
+    )(command)
+
+
+def stats_option(command: F) -> F:
+    """Add --stats."""
+    return click.option(
+        "--stats", is_flag=True, callback=set_value, expose_value=False, help="Print requests and bytes on stderr."
+    )(command)

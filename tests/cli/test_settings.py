@@ -1,0 +1,76 @@
+"""What a command imports, and how a progress bar draws itself."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+from weightvc_cli import settings
+from weightvc_cli.output import share, shown, size, times
+
+from tests.cli.conftest import Shell
+
+HEAVY = ("numpy", "torch", "boto3", "numba", "fsspec", "s3fs")
+
+
+def _loaded(shell: Shell, code: str) -> list[str]:
+    probe = f"import sys\n{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=shell.cwd, env=shell.env, capture_output=True, text=True, check=True
+    )
+    return list(eval(done.stdout.splitlines()[-1]))
+
+
+def test_reading_history_imports_nothing_heavy(shell: Shell, history: dict[str, str]) -> None:
+    assert _loaded(shell, "import weightvc_cli.main") == []
+    run = "from weightvc_cli.main import cli, Settings\ncli.main({!r}, standalone_mode=False, obj=Settings())"
+    for args in (["--help"], ["log"], ["log", "--graph"], ["branch"], ["tag"], ["reflog"]):
+        assert _loaded(shell, run.format(args)) == []
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with settings.progress("commit") as bar:
+        assert bar is None
+
+
+def test_a_bar_waits_a_second_and_clears_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, now = _Terminal(), 100.0
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(settings.time, "monotonic", lambda: now)
+    with settings.progress("commit") as bar:
+        assert bar is not None
+        bar(10, 100)
+        assert terminal.getvalue() == ""
+        now = 102.0
+        bar(50, 100)
+        assert "commit [###############               ]  50%  50 B of 100 B, 25 B/s" in terminal.getvalue()
+        before = terminal.getvalue()
+        now = 102.05
+        bar(60, 100)
+        assert terminal.getvalue() == before
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_numbers_are_short() -> None:
+    assert [size(n) for n in (0, 999, 1000, 9_994, 99_940, 999_499, 999_500, 253_000, 45_426_432, 2e12, 5e15)] == [
+        "0 B",
+        "999 B",
+        "1.00 KB",
+        "9.99 KB",
+        "99.9 KB",
+        "999 KB",
+        "1.00 MB",
+        "253 KB",
+        "45.4 MB",
+        "2.00 TB",
+        "5000 TB",
+    ]
+    assert [share(p) for p in (0, 0.00929, 1)] == ["0 %", "0.929 %", "100 %"]
+    assert [times(r) for r in (1.52, 9.94, 176.4)] == ["1.5x", "9.9x", "176x"]
+    assert shown("a\x1b\té\n") == "a\\x1b\\té\\n"
