@@ -207,6 +207,9 @@ class Reader:
 
 def _inflate(frame: memoryview, size: int, what: str) -> bytes:
     """The content of exactly one zstd frame that states `size` bytes and fills `frame`."""
+    if not size:
+        # Nothing is stored plain; and the library would not look behind a frame of nothing.
+        raise CodecError(f"{what}: a zstd frame of nothing: the payload was changed")
     try:
         # The stated size is checked before anything of that size is allocated.
         if bytes(frame[:4]) != _MAGIC or zstandard.get_frame_parameters(frame).content_size != size:

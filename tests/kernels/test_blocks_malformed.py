@@ -10,6 +10,7 @@ import weightvc_kernels as wk
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weightvc_kernels import streams
 from weightvc_kernels.streams import put_numbers, put_section, put_varint
 
 CODECS = [wk.RAW, wk.PLANES, wk.SPARSE, wk.DENSE]
@@ -231,3 +232,11 @@ def test_wrong_arguments() -> None:
         wk.decode_patch_into(wk.SPARSE, b"", longer[::2], 1)
     with pytest.raises(wk.CodecError, match="not contiguous"):
         wk.decode_patch_into(wk.SPARSE, b"", memoryview(longer)[::2], 1)
+
+
+def test_a_zstd_frame_of_nothing_is_refused_with_and_without_something_behind_it() -> None:
+    frame = zstandard.ZstdCompressor().compress(b"")
+    for more in (b"", b"junk"):
+        body = frame + more
+        with pytest.raises(wk.CodecError, match="nothing"):
+            streams.Reader(bytes([2 * len(body) + 1]) + body).section(0, "it")

@@ -39,6 +39,9 @@ HEAD_LIMIT: Final = 256 << 20
 ROOT_LIMIT: Final = 16 << 20
 """The same for a root, which no key vouches for."""
 
+EMPTY_LIMIT: Final = 32
+"""Bytes that a zstd frame of nothing can have, and more."""
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -73,12 +76,23 @@ def decompress(data: Buffer, limit: int, what: str) -> bytes:
         size = zstandard.get_frame_parameters(data).content_size
         if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) or size > limit:
             raise Corrupt(f"{what}: a zstd frame without a size, or over {limit} bytes")
-        out = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+        if size:
+            out = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+        else:
+            out = _nothing(data, what)
     except zstandard.ZstdError as error:
         raise Corrupt(f"{what}: {error}") from None
     if len(out) != size:
         raise Corrupt(f"{what}: a zstd frame of {len(out)} bytes says {size}")
     return out
+
+
+def _nothing(data: Buffer, what: str) -> bytes:
+    """An empty frame, looked at to its end: the library's decompress() returns without a look if the size is 0."""
+    reader = zstandard.ZstdDecompressor().decompressobj()
+    if len(data) > EMPTY_LIMIT or reader.decompress(data) or not reader.eof or reader.unused_data:
+        raise Corrupt(f"{what}: an empty zstd frame that is damaged, or has something behind it")
+    return b""
 
 
 def header(kind: str) -> bytes:
