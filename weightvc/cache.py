@@ -171,7 +171,9 @@ class TreeWriter:
             raise
 
     def write(self, at: int, data: frame.Buffer) -> None:
-        """Put bytes in their place."""
+        """Put bytes in their place, once. The file begins as zeros, so a long run of zeros is left a hole."""
+        if len(data) >= _MAPPED and not any(memoryview(data)[:64]) and data == bytes(len(data)):
+            return
         if self._failed:
             return
         try:

@@ -281,13 +281,11 @@ class Repository:
         labels: tuple[str, int | None, str | None, Mapping[str, Any] | None],
         cast: bool,
     ) -> Version:
-        from weightvc.objects.schema import Schema
         from weightvc.protocol import commit, resolve
         from weightvc.sources.header import collector_paused
 
         with collector_paused():
-            schema = Schema(source.tensors)
-            self._shelf.learn(schema)
+            schema = self._shelf.schema_of(source.tensors)
         message, step, run, metadata = labels
         said = commit.Labels(message, step, run, metadata, self.author)
         restarts = 0

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from weightvc.cache import Cache
@@ -11,6 +11,7 @@ from weightvc.objects import catalogue, frame, key, layout, manifest, schema
 from weightvc.objects.catalogue import Catalogue, Entry, SegmentRef
 from weightvc.objects.root import Root
 from weightvc.objects.schema import Schema
+from weightvc.objects.tensor import TensorInfo
 from weightvc.stores.base import Store
 
 T = TypeVar("T")
@@ -83,6 +84,17 @@ class Shelf:
         made = self._decode(name, "schema", schema.decode)
         if made.digest != digest:
             raise Corrupt(f"{name} is corrupt: it is not the schema {digest[:12]}")
+        self.learn(made)
+        return made
+
+    def schema_of(self, tensors: Sequence[TensorInfo]) -> Schema:
+        """The schema of some tensors: the one at hand, if it is the same."""
+        with self._lock:
+            known = list(self._schemas.values())
+        for one in known:
+            if one.tensors == tensors:
+                return one
+        made = Schema(tensors)
         self.learn(made)
         return made
 

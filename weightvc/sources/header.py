@@ -31,6 +31,10 @@ Entry = tuple[str, str, tuple[int, ...], int, int]
 """A tensor of a file: name, dtype, shape, and its bytes [begin, end) from the start of the file."""
 
 
+_MANY = 1000
+_KEPT = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What precedes the data (8 length bytes and the raw header), tensors in file order, the metadata."""
@@ -38,6 +42,10 @@ class Header:
     prefix: bytes
     tensors: list[Entry]
     metadata: dict[str, str] | None
+
+
+_known: dict[int, Header] = {}
+"""The last headers of many tensors, by the size of their files."""
 
 
 def read_header(read_at: Callable[[int, int], bytes], size: int, where: str = "the file") -> Header:
@@ -62,9 +70,18 @@ def read_header(read_at: Callable[[int, int], bytes], size: int, where: str = "t
             f"{size - 8} present: cut short, or not a safetensors file"
         )
     prefix = start[:end] if end <= len(start) else start + read_at(len(start), end)
+    # A trainer commits the same header step after step: what was checked once is not checked again.
+    known = _known.get(size)
+    if known is not None and known.prefix == prefix:
+        return known
     with collector_paused():
         tensors, metadata = parse(prefix[8:], where)
-        return Header(prefix, _checked(tensors, end, size, where), metadata)
+        header = Header(prefix, _checked(tensors, end, size, where), metadata)
+    if len(header.tensors) >= _MANY:
+        while len(_known) >= _KEPT:
+            _known.pop(next(iter(_known)), None)
+        _known[size] = header
+    return header
 
 
 @contextmanager

@@ -1,0 +1,147 @@
+"""How many requests things take, and what a reader's identity needs."""
+
+import pytest
+
+import weightvc
+from tests.kit import history
+from tests.kit.weights import Bits, flipped, held, lying, tensor
+from weightvc.errors import AccessDenied
+from weightvc.stores.base import Stats
+
+
+def counts(stats: Stats) -> tuple[int, int, int]:
+    return stats.reads, stats.writes, stats.lists
+
+
+class Counted:
+    """Requests of a repository inside a with statement: reads, writes, lists, bytes_read."""
+
+    def __init__(self, repository: weightvc.Repository) -> None:
+        self._stats = repository.stats
+
+    def __enter__(self) -> "Counted":
+        self._before = counts(self._stats), self._stats.bytes_read
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reads, self.writes, self.lists = (a - b for a, b in zip(counts(self._stats), self._before[0]))
+        self.bytes_read = self._stats.bytes_read - self._before[1]
+
+
+def step(number: int) -> Bits:
+    return Bits({("", "w"): flipped(tensor("BF16", (1000,), 0), 0.01, number)})
+
+
+def test_a_small_commit_is_two_writes_and_every_64th_or_so_three(place, again, tmp_path):
+    writer = again(cache=tmp_path / "cache")
+    writer.commit(step(0))
+    spills = 0
+    for i in range(1, 141):
+        with Counted(writer) as count:
+            writer.commit(step(i))
+        assert count.reads <= 3
+        assert count.lists == 0
+        assert count.writes in (2, 3)
+        spills += count.writes == 3
+    assert 1 <= spills <= 3
+    assert len(list(again().log())) == 141
+    # A process that starts with the cache at hand has to read no more.
+    writer = again(cache=tmp_path / "cache")
+    with Counted(writer) as count:
+        writer.commit(step(999))
+    assert count.writes == 2
+    assert count.reads <= 3
+
+
+def test_a_reader_one_behind_makes_two_reads(place, again, tmp_path):
+    writer = again()
+    writer.commit(step(0))
+    readers = [again(cache=tmp_path / f"cache{i}") for i in range(3)]
+    bare = again()
+    readers[0].load(framework="numpy")
+    readers[1].checkout("main", tmp_path / "out1")
+    readers[2].load(framework="numpy")
+    bare.checkout("main", tmp_path / "bare")
+    for number in (1, 2):
+        writer.commit(step(number))
+        want = held(writer)
+        readers[2] = again(cache=tmp_path / "cache2")  # a reader that was started again
+        for i, (reader, pull) in enumerate(
+            [
+                (readers[0], lambda: readers[0].load(framework="numpy")),
+                (readers[1], lambda: readers[1].checkout("main", tmp_path / "out1")),
+                (readers[2], lambda: readers[2].load(framework="numpy")),
+                (bare, lambda: bare.checkout("main", tmp_path / "bare")),
+            ]
+        ):
+            # Opening reads the root once: the poll of readers[2] finds it unchanged.
+            with Counted(reader) as count:
+                pull()
+            assert (count.reads, count.writes, count.lists) == (2, 0, 0), i
+        assert lying(tmp_path / "out1") == lying(tmp_path / "bare") == want
+
+
+def test_a_pack_is_one_read_more(place, again, tmp_path, monkeypatch):
+    from weightvc.objects import manifest
+
+    monkeypatch.setattr(manifest, "INLINE", 10)
+    writer, reader = again(cache=tmp_path / "w"), again(cache=tmp_path / "r")
+    writer.commit(step(0))
+    reader.load(framework="numpy")
+    with Counted(writer) as count:
+        writer.commit(step(1))
+    assert count.writes == 3
+    with Counted(reader) as count:
+        reader.load(framework="numpy")
+    assert count.reads == 3
+
+
+def test_an_idle_poll_is_one_conditional_read(place, again):
+    writer, reader = again(), again()
+    writer.commit(step(0))
+    reader.refresh()
+    with Counted(reader) as count:
+        reader.refresh()
+    assert (count.reads, count.writes, count.lists, count.bytes_read) == (1, 0, 0, 0)
+
+
+def test_reading_needs_getobject_and_nothing_else(s3_place, tmp_path):
+    writer = weightvc.init(s3_place.url, cache=None, **s3_place.options)
+    writer.commit(step(0))
+    reader = weightvc.open(s3_place.url, cache=tmp_path / "cache", **s3_place.reader_options)
+    assert held(reader) == held(writer)
+    reader.checkout("main", tmp_path / "out")
+    writer.commit(step(1))
+    writer.tag("v1")
+    with Counted(reader) as count:
+        reader.checkout("main", tmp_path / "out")
+    assert (count.reads, count.writes, count.lists) == (2, 0, 0)
+    assert lying(tmp_path / "out") == held(writer, "v1")
+    assert reader.tags() == writer.tags()
+    assert reader.verify(tmp_path / "out").ok
+    assert len(list(reader.log())) == 2
+    for change in (lambda: reader.commit(step(2)), lambda: reader.tag("v2"), lambda: reader.branch("b")):
+        with pytest.raises(AccessDenied):
+            change()
+    assert [version.id for version in writer.log()] == [version.id for version in reader.log()]
+
+
+def test_the_log_of_ten_thousand_versions_takes_few_reads(s3_place):
+    repository = weightvc.init(s3_place.url, cache=None, **s3_place.options)
+    first = repository.commit(step(0))
+    ids = history.extend(repository.store, 10_000)
+    reader = weightvc.open(s3_place.url, cache=None, **s3_place.options)
+    with Counted(reader) as count:
+        log = list(reader.log(n=1000))
+    assert [version.id for version in log] == ids[:-1001:-1]
+    print(f"log -n 1000 of 10,000 versions: {count.reads} reads, {count.bytes_read:,} bytes")
+    assert count.reads <= 5
+    everything = [version.id for version in reader.log()]
+    assert everything == [*reversed(ids), first.id]
+    assert reader.resolve("main@{step=5}").id == ids[4]
+    assert reader.resolve("main~9999").id == ids[0]
+    with Counted(reader) as count:
+        made = reader.commit(step(1), branch="other", parents=[first.id])
+    assert made.parents == (first.id,)
+    assert count.writes == 2
+    assert count.reads <= 3
