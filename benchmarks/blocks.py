@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import weightvc_kernels as wk
 
+import weightvc_kernels as wk
 from weightvc.objects.dtypes import lane as lane_of
 
 Block = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], int]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 import pytest
-from weightvc_cli.main import COMMANDS, cli
 
 from weightvc import errors
+from weightvc_cli.main import COMMANDS, cli
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 

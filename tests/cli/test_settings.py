@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from weightvc_cli import settings
-from weightvc_cli.output import share, shown, size, times
 
 from tests.cli.conftest import Shell
+from weightvc_cli import settings
+from weightvc_cli.output import share, shown, size, times
 
 HEAVY = ("numpy", "torch", "boto3", "numba", "fsspec", "s3fs")
 

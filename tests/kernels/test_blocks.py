@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-import weightvc_kernels as wk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_codec import decode as plain_decode
+
+import weightvc_kernels as wk
 
 Array = npt.NDArray[np.uint8]
 

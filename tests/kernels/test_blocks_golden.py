@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import weightvc_kernels as wk
 from plain_codec import decode as plain_decode
+
+import weightvc_kernels as wk
 
 FILE = Path(__file__).parent / "golden" / "payloads.json"
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-import weightvc_kernels as wk
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import weightvc_kernels as wk
 from weightvc_kernels import streams
 from weightvc_kernels.streams import put_numbers, put_section, put_varint
 

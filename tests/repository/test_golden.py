@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import weightvc_kernels as kernels
 from blake3 import blake3
-from weightvc_kernels import streams
 
 import weightvc
+import weightvc_kernels as kernels
 from tests.kit.weights import Bits, Weights, files_below, flipped, held
 from weightvc.objects import dtypes, frame, layout, manifest, schema, tree, version
 from weightvc.objects.catalogue import COMMIT, Entry
@@ -28,6 +27,7 @@ from weightvc.protocol.shelf import Shelf
 from weightvc.repository import Repository
 from weightvc.sources.base import Layout, LayoutFile
 from weightvc.stores import open_store
+from weightvc_kernels import streams
 
 REPOSITORIES = Path(__file__).parents[1] / "golden" / "repositories"
 NAMES = sorted(path.name for path in REPOSITORIES.iterdir())

@@ -1,0 +1,43 @@
+# On a fresh machine, `make demo` and `make test` set up everything: all they need is python3 (3.11 or later)
+# with venv and pip. They always use .venv, whatever environment is active.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.PHONY: demo test lint types unit bench clean
+
+demo: $(STAMP)
+	rm -rf .demo
+	$(BIN)/python examples/demo/demo.py .demo
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+	$(BIN)/mypy examples/demo/*.py
+
+# WEIGHTVC_CHAIN, if set, names a directory with real checkpoints, which are tested with as well.
+unit: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench:
+	@echo "benchmarks, each with --help; run one with $(BIN)/python:"
+	@ls benchmarks/*.py
+
+# One pip command, so that its resolver sees every pin at once.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

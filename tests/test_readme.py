@@ -1,0 +1,74 @@
+"""The README's examples, run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import weightvc
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, as a home of its own too, with the command on the path."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    for name in ("WEIGHTVC_REPO", "WEIGHTVC_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_trainer_trains_and_the_rollout_host_follows(place: Path) -> None:
+    trainer, host = blocks("python")
+    run(sys.executable, "-c", trainer)
+    assert run(sys.executable, "-c", host) == "now at step 9\n"
+    with weightvc.open("policy", cache=None) as repository:
+        assert [version.step for version in repository.log()] == list(range(9, -1, -1))
+        patch = repository.entry().place
+        assert patch is not None
+        assert patch.edges[-1].source is not None
+        assert repository.verify("weights").ok
+        assert {str(tensor.dtype) for tensor in repository.load().values()} == {"torch.bfloat16"}
+
+
+def test_the_quick_start(place: Path) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    for name in ("checkpoint-100", "checkpoint-101"):
+        (place / name).mkdir()
+        save_file({"w": bits}, place / name / "model.safetensors")
+        bits = bits ^ (np.arange(bits.size) % 100 == 0)
+    (commands,) = blocks("sh")
+    said = run("bash", "-euo", "pipefail", "-c", commands)
+    assert "weights is version" in said
+    with weightvc.open(".weightvc", cache=None) as repository:
+        assert [version.step for version in repository.log()] == [100, 101, 100]
+        assert (
+            repository.resolve("main").tree == repository.resolve("main~2").tree != repository.resolve("main~1").tree
+        )
+    held = (place / "weights" / "model.safetensors").read_bytes()
+    assert held == (place / "checkpoint-101" / "model.safetensors").read_bytes()
+
+
+def test_its_links_lead_somewhere() -> None:
+    for name in ("README.md", "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)]+)\)", (ROOT / name).read_text()):
+            assert "://" in link or (ROOT / link).exists(), link
