@@ -1,33 +1,135 @@
-"""Real optimizer steps, committed and checked out."""
+"""Consecutive optimizer steps through the installed command, on a local directory and on real S3.
 
+The chains are real ones where WEIGHTVC_CHAIN says that there are some, and always a made one of the same kind.
+"""
+
+import io
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 import weightvc
+from tests.cli.conftest import Shell
 from tests.kit import chain
+from tests.kit.servers import Place
+
+STEPS = 10
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_real_steps_come_back_to_the_bit_and_are_small(optimizer: str, tmp_path: Path) -> None:
-    source, target = tmp_path / "source.safetensors", tmp_path / "target"
-    with (
-        weightvc.init(tmp_path / "repository", cache=tmp_path / "writer") as writer,
-        weightvc.open(tmp_path / "repository", cache=None) as reader,
-    ):
-        for step, data in enumerate(chain.versions(optimizer, 4)):
-            source.write_bytes(data)
-            version = writer.commit(source, step=step)
-            reader.checkout("main", target)
-            assert (target / "model.safetensors").read_bytes() == data
+def made_chain() -> Iterator[bytes]:
+    """float32 masters under steps of 1e-6, rounded to bf16: what AdamW does to the bits."""
+    import ml_dtypes
 
-            place = writer.entry(version.id).place
-            assert place is not None
-            edge = place.edges[-1]
-            if step:
-                print(f"{optimizer} {step}: {edge.changed} changed, {edge.nbytes / edge.changed:.3f} B each")
-                assert edge.source == version.parents[0]
-                assert edge.nbytes < 2 * edge.changed
-            else:
-                print(f"base: {place.nbytes / version.nbytes:.3f} of raw")
-                assert place.nbytes < 0.7 * version.nbytes
+    rng = np.random.default_rng(0)
+    masters = {
+        "embed.weight": rng.normal(0, 0.05, (6000, 384)),
+        "layer.up.weight": rng.normal(0, 0.05, (1536, 384)),
+        "layer.up.bias": rng.normal(0, 0.05, 1536),
+        "norm.weight": rng.normal(1, 0.02, 384),
+    }
+    direction = {name: rng.normal(0, 1, w.shape) for name, w in masters.items()}
+    for _ in range(STEPS + 1):
+        yield save(
+            {name: w.astype(np.float32).astype(ml_dtypes.bfloat16) for name, w in masters.items()}, {"format": "pt"}
+        )
+        for name, w in masters.items():
+            direction[name] = 0.9 * direction[name] + 0.1 * rng.normal(0, 1, w.shape)
+            w += 1e-6 * np.sign(direction[name])
+
+
+def versions(name: str) -> Iterator[bytes]:
+    """The chain's versions, each a whole safetensors file."""
+    return made_chain() if name == "made" else chain.versions(name, STEPS)
+
+
+@pytest.fixture(params=["local", "s3"])
+def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Shell:
+    """A shell whose repository lies in a directory, or on real S3."""
+    home, cwd = tmp_path / "home", tmp_path / "cwd"
+    home.mkdir()
+    cwd.mkdir()
+    shell = Shell(home, cwd)
+    shell.env["WEIGHTVC_REPO"] = str(tmp_path / "repository")
+    if request.param == "s3":
+        place: Place = request.getfixturevalue("s3_place")
+        shell.env |= {
+            "WEIGHTVC_REPO": place.url,
+            "AWS_ACCESS_KEY_ID": str(place.options["access_key"]),
+            "AWS_SECRET_ACCESS_KEY": str(place.options["secret_key"]),
+            "AWS_ENDPOINT_URL": str(place.options["endpoint_url"]),
+            "AWS_REGION": "us-east-1",
+        }
+    shell.run("init", shell.env["WEIGHTVC_REPO"])
+    return shell
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "made"])
+def test_every_step_comes_back_to_the_bit_and_is_small(shell: Shell, name: str) -> None:
+    source = shell.cwd / "source.safetensors"
+    bases, patches = 0, []
+    for step, data in enumerate(versions(name)):
+        source.write_bytes(data)
+        done = shell.run("commit", "-m", f"step {step}", "--step", str(step), "--json", "--stats", str(source))
+        stats = json.loads(done.stderr)["stats"]
+        (edge,) = shell.json("show")["edges"]
+        if step == 0:
+            bases += edge["bytes"]
+            assert edge["bytes"] < 0.72 * len(data)
+        else:
+            patches.append(edge["bytes"] / edge["changed"])
+            assert stats["writes"] == 2
+            assert stats["reads"] <= 3
+    assert len(patches) == STEPS
+    print(
+        f"{name}: base {bases / len(data):.3f} of raw, {min(patches):.3f} to {max(patches):.3f} B a changed element"
+    )
+    assert max(patches) < 2.0
+
+    # A host with a cache of its own goes forward, one step at a time; another one jumps about without a cache.
+    follower = Shell(shell.cwd / "follower", shell.cwd)
+    follower.env = shell.env | {"WEIGHTVC_CACHE": str(shell.cwd / "follower")}
+    for step, data in enumerate(versions(name)):
+        done = follower.run("pull", f"main@{{step={step}}}", "--into", "held", "--stats", "--json")
+        assert (shell.cwd / "held/model.safetensors").read_bytes() == data
+        if step:
+            assert json.loads(done.stderr)["stats"]["reads"] == 2
+        if step in (0, 3, 10):
+            shell.run("checkout", "--no-cache", f"main@{{step={step}}}", f"alone-{step}")
+            assert (shell.cwd / f"alone-{step}/model.safetensors").read_bytes() == data
+    assert follower.json("verify", "held")["ok"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "made"])
+def test_one_tree_digest_for_a_dict_a_file_and_shards(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load, save_file
+
+    data = next(versions(name))
+    tensors: dict[str, Any] = load(data)
+    (tmp_path / "file.safetensors").write_bytes(data)
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    names = sorted(tensors)
+    files = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
+    for file, held in files.items():
+        save_file({n: tensors[n] for n in held}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {n: file for file, held in files.items() for n in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text("{}")
+    pickled = io.BytesIO()
+    __import__("torch").save(tensors, pickled)
+    (tmp_path / "file.pt").write_bytes(pickled.getvalue())
+    with weightvc.init(tmp_path / "repository", cache=None) as repository:
+        made = [
+            repository.commit(source)
+            for source in (tensors, tmp_path / "file.safetensors", folder, tmp_path / "file.pt")
+        ]
+        assert len({version.tree for version in made}) == 1
+        assert all(edge.changed == 0 for edge in repository.entry().place.edges)
+        repository.checkout("main~1", tmp_path / "out")
+    for path in folder.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
