@@ -50,7 +50,7 @@ class Demo:
         weightvc.init(self.directory / "repository", cache=None).close()
         size = ("--width", args.width, "--layers", args.layers, "--warm-up", args.warm_up)
         self.start("trainer", "trainer.py", *size, "--steps", args.steps, "--revert-to", args.revert_to)
-        self.start("A", "follower.py", self.directory / "A", "--hang-at", args.kill_at)
+        self.start("A", "follower.py", self.directory / "A", "--every", "--hang-at", args.kill_at)
         try:
             # All steps from 0, and the revert.
             while self.printed < args.steps + 2:
@@ -123,7 +123,7 @@ class Demo:
             f"wrong bits {wrong}; A starts again",
             flush=True,
         )
-        self.start("A", "follower.py", self.directory / "A")
+        self.start("A", "follower.py", self.directory / "A", "--every")
 
     def complete(self, number: int) -> bool:
         """Whether all who follow by the time of a version have verified it."""

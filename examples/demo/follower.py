@@ -23,10 +23,10 @@ def wrong_bits(one: Path, other: Path) -> int:
     return int(np.bitwise_count(a ^ b).sum(dtype=np.int64))
 
 
-def missed(repository: weightvc.Repository, held: str | None) -> list[weightvc.Version]:
-    """What main has after the version that is held, oldest first; only the newest for who holds nothing."""
+def missed(repository: weightvc.Repository, held: str | None, *, every: bool) -> list[weightvc.Version]:
+    """What main has after the version that is held, oldest first. Who holds nothing gets `every` one, or the newest."""
     try:
-        newest = repository.log("main", 1 if held is None else None)
+        newest = repository.log("main", 1 if held is None and not every else None)
         return list(takewhile(lambda version: version.id != held, newest))[::-1]
     except weightvc.RefNotFound:  # nothing is committed yet
         return []
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("repository")
     parser.add_argument("truth", type=Path)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--every", action="store_true", help="Begin with the first version, not with the newest.")
     parser.add_argument("--hang-at", type=int, help="Stop half-way through the pull of this step.")
     args = parser.parse_args()
     pulling: weightvc.Version | None = None
@@ -56,7 +57,7 @@ def main() -> None:
     repository = weightvc.open(args.repository, cache=cache, progress=progress)
     held = repository.status(args.directory).version.id if args.directory.exists() else None
     while True:
-        for pulling in missed(repository, held):
+        for pulling in missed(repository, held, every=args.every):
             repository.checkout(pulling.id, args.directory)
             wrong = wrong_bits(args.directory / "model.safetensors", args.truth / f"{pulling.step}.safetensors")
             held = pulling.id
