@@ -24,7 +24,7 @@ def wrong_bits(one: Path, other: Path) -> int:
 
 
 def missed(repository: weightvc.Repository, held: str | None, *, every: bool) -> list[weightvc.Version]:
-    """What main has after the version that is held, oldest first. Who holds nothing gets `every` one, or the newest."""
+    """What main has after the version held, oldest first. Who holds nothing gets `every` one, or the newest."""
     try:
         newest = repository.log("main", 1 if held is None and not every else None)
         return list(takewhile(lambda version: version.id != held, newest))[::-1]
