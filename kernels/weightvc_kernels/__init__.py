@@ -1,15 +1,19 @@
-"""The differ: codecs for blocks of weights, on arrays only. No I/O, no torch, no compiled code.
+"""The differ: codecs for blocks of weights, on arrays only. No I/O, no torch.
 
     encode_whole, decode_whole              a block by itself (RAW, PLANES)
     encode_patch, decode_patch,             a block against an old one (SPARSE, DENSE, or whole)
     decode_patch_into, positions_values
     diff_lanes, ulp_steps                   what changed, and by how much
 
+The module `context` holds the context codec: smaller patches, coded with tables that a whole patch shares. It is
+compiled by numba, which is imported at its first call. All the rest needs nothing compiled.
+
 All are pure, release the GIL in their heavy parts, and may be called from any number of threads. They run on
-numpy and zstd: both load in a tenth of a second and there is nothing to compile on the first call.
-The layout of the payloads is in `codec` and `streams`.
+numpy and zstd: both load in a tenth of a second. The layout of the payloads is in `codec` and `streams`, that of
+the context codec in docs/patch.md.
 """
 
+from weightvc_kernels import context
 from weightvc_kernels.codec import (
     BLOCK_LIMIT,
     DENSE,
@@ -33,6 +37,7 @@ __all__ = [
     "RAW",
     "SPARSE",
     "CodecError",
+    "context",
     "decode_patch",
     "decode_patch_into",
     "decode_whole",
