@@ -22,6 +22,8 @@ import numpy.typing as npt
 import zstandard
 from blake3 import blake3
 
+from tests.kernels.plain_context import decode as decode_context
+
 MIB = 2**20
 CHUNK = 4 * MIB
 KEY = re.compile(r"([a-z]+)/([0-9a-f]{64})\.[0-9]{1,19}-[0-9a-f]{32}-[0-9]{1,9}")
@@ -35,7 +37,7 @@ FILE_ORDER = (
     "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 "
     "F6_E3M2 F6_E2M3 F4 BOOL"
 )
-SAME, RAW, PLANES, SPARSE, DENSE, REF = range(6)
+SAME, RAW, PLANES, SPARSE, DENSE, REF, CONTEXT = range(7)
 Array = npt.NDArray[Any]
 
 
@@ -278,7 +280,9 @@ class Version:
         need(digest(schema) == schema_digest, "a schema that is not what its digest says")
         self.tensors = tensors_of(schema)
         self.ways: list[str] = [way for way in ("base", "patch") if way in self.head]
-        need(self.ways and len(self.sections) == 1 + 2 * len(self.ways), "sections that do not add up")
+        named = self.head.get("patch", {}).get("tables", [])
+        need(self.ways and len(self.sections) == 1 + 2 * len(self.ways) + len(named), "sections that do not add up")
+        self.tables = dict(zip(named, self.sections[1 + 2 * len(self.ways) :]))
         # (tensor's number, number in the tensor, bytes) of each chunk
         self.chunks = [(i, k, size) for i, tensor in enumerate(self.tensors) for k, size in enumerate(tensor.chunks)]
         need(len(self.sections[0]) == 32 * len(self.chunks), "another number of chunk digests")
@@ -330,6 +334,18 @@ class Version:
             yield count, codec, stream[at : at + size], check
             at += size
 
+    def context(self, dtype: str, payload: bytes, old: bytes, check: int) -> bytes:
+        """A CONTEXT block, by the plain decoder of docs/patch.md."""
+        need(dtype in self.tables, f"no tables for {dtype}")
+        try:
+            new = decode_context(self.tables[dtype], dtype, payload, old)
+        except (AssertionError, IndexError) as error:
+            raise Damaged(f"a context payload that is none: {error!r}") from None
+        kind = np.dtype(f"<u{LANE[dtype]}")
+        was, now = np.frombuffer(old, kind), np.frombuffer(new, kind)
+        need(blake3(was[was != now].tobytes()).digest()[:4] == check.to_bytes(4, "little"), "old lanes as checked")
+        return new
+
     def read(self, way: str, old: "Version | None", old_chunks: list[bytes]) -> list[bytes]:
         """All chunks, checked, by the base or by the patch against an older version's chunks."""
         sources = self.sources(old) if old else [None] * len(self.chunks)
@@ -339,7 +355,7 @@ class Version:
             lengths = [size for _, _, size in self.chunks[first:last]]
             lanes = {LANE[self.tensors[i].dtype] for i, _, _ in self.chunks[first:last]}
             need(len(lanes) == 1 and sum(lengths) <= 64 * MIB, "a block of several lane widths, or too large")
-            need(check == 0 or codec in (SPARSE, DENSE), "a check where there is none")
+            need(check == 0 or codec in (SPARSE, DENSE, CONTEXT), "a check where there is none")
             if codec == REF:
                 need(count == 1 and len(payload) == 4, "a REF of more than a chunk, or of another length")
                 earlier = int.from_bytes(payload, "little")
@@ -348,7 +364,13 @@ class Version:
             else:
                 known = [old_chunks[source] for source in sources[first:last] if source is not None]
                 joined = b"".join(known) if old and len(known) == count else None
-                data = decode(codec, payload, sum(lengths), lanes.pop(), joined, check)
+                if codec == CONTEXT:
+                    dtypes = {self.tensors[i].dtype for i, _, _ in self.chunks[first:last]}
+                    need(joined is not None and len(dtypes) == 1, "a CONTEXT block of several dtypes, or no sources")
+                    assert joined is not None
+                    data = self.context(dtypes.pop(), payload, joined, check)
+                else:
+                    data = decode(codec, payload, sum(lengths), lanes.pop(), joined, check)
             for length in lengths:
                 chunks.append(data[:length])
                 need(

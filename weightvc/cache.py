@@ -8,22 +8,23 @@ entry is thrown away, and a full or read-only disk turns it off without an error
 """
 
 import contextlib
-import mmap
 import os
+import random
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from weightvc.errors import Corrupt
-from weightvc.objects import frame, key
+from weightvc.objects import expect, frame, key
 from weightvc.objects.schema import Schema
 
 TREES: Final = 8
 """Trees kept at most: the baseline of the next commit, and a few to go back to."""
 OBJECTS: Final = 2 << 30
 """Bytes of objects kept, about."""
-_MAPPED: Final = 1 << 20
+_HOLE: Final = 1 << 20
 
 
 def default_directory() -> Path:
@@ -38,20 +39,17 @@ class Cache:
         self.directory = Path(directory)
         self._trees = trees
         self._limit = limit
-        self._written = 0
 
     def get(self, name: str) -> frame.Buffer | None:
-        """The object stored under a key, checked, or None. Large ones are mapped, not read."""
-        path = self.directory / "objects" / name
+        """The object stored under a key, checked, or None. Raises Corrupt for what is no key.
+
+        It is read and not mapped: another process may cut a file short, and a mapped one then kills this process.
+        """
+        path = self._object(name)
         try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                data: frame.Buffer
-                if size >= _MAPPED:
-                    data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-                else:
-                    data = file.read()
-        except (OSError, ValueError):
+            with open(_open(path), "rb") as file:
+                data = file.read()
+        except OSError:
             return None
         try:
             key.check(name, data)
@@ -63,31 +61,30 @@ class Cache:
         return data
 
     def put(self, name: str, data: frame.Buffer) -> None:
-        """Keep an object."""
-        path = self.directory / "objects" / name
+        """Keep an object. Raises Corrupt for what is no key."""
+        path = self._object(name)
         with contextlib.suppress(OSError), self._temporary(path) as temporary:
             with temporary.open("wb") as file:
                 file.write(data)
             temporary.rename(path)
-        self._written += len(data)
-        # A sweep of the directory costs more than a write, so it waits until there is something to gain.
-        if self._written > self._limit // 8:
-            self._written = 0
+        # A sweep of the directory costs more than a write, so one comes by chance, once in limit / 8 bytes written
+        # by whatever processes: most of them are too short-lived to write so much.
+        if random.random() * (self._limit // 8) < len(data):
             self._sweep("objects", self._limit, None)
 
     def discard(self, name: str) -> None:
-        """Forget an object that turned out to be bad."""
-        self._discard(self.directory / "objects" / name)
+        """Forget an object that turned out to be bad. Raises Corrupt for what is no key."""
+        self._discard(self._object(name))
 
     def has_tree(self, digest: str) -> bool:
         """Whether a tree's stream is here (right or wrong: that is seen when it is read)."""
-        return (self.directory / "trees" / digest).exists()
+        return self._tree(digest).exists()
 
     def open_tree(self, digest: str, schema: Schema) -> "Flat | None":
-        """The canonical stream of a tree, or None."""
-        path = self.directory / "trees" / digest
+        """The canonical stream of a tree, or None. Raises Corrupt for what is no digest."""
+        path = self._tree(digest)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = _open(path)
         except OSError:
             return None
         if os.fstat(descriptor).st_size != schema.nbytes:
@@ -104,6 +101,17 @@ class Cache:
             return TreeWriter(self, schema.nbytes)
         except OSError:
             return None
+
+    def _object(self, name: str) -> Path:
+        # Names come out of stored objects: none may lead out of this directory.
+        key.parse(name)
+        return self.directory / "objects" / name
+
+    def _tree(self, digest: str) -> Path:
+        try:
+            return self.directory / "trees" / expect.digest(digest, "a tree's digest")
+        except ValueError as error:
+            raise Corrupt(f"{digest!r:.100}: {error}") from None
 
     @contextlib.contextmanager
     def _temporary(self, path: Path) -> Iterator[Path]:
@@ -131,6 +139,15 @@ class Cache:
             size += nbytes
             if (limit is not None and size > limit) or (count is not None and i >= count):
                 self._discard(path)
+
+
+def _open(path: Path) -> int:
+    """Open a regular file to read. Raises OSError, and never waits, for a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return descriptor
 
 
 class Flat:
@@ -172,7 +189,7 @@ class TreeWriter:
 
     def write(self, at: int, data: frame.Buffer) -> None:
         """Put bytes in their place, once. The file begins as zeros, so a long run of zeros is left a hole."""
-        if len(data) >= _MAPPED and not any(memoryview(data)[:64]) and data == bytes(len(data)):
+        if len(data) >= _HOLE and not any(memoryview(data)[:64]) and data == bytes(len(data)):
             return
         if self._failed:
             return
@@ -185,7 +202,8 @@ class TreeWriter:
             self._failed = True
 
     def commit(self, digest: str) -> None:
-        """Keep what was written under `digest`, and let go of the oldest trees."""
+        """Keep what was written under `digest`, and let go of the oldest trees. Raises Corrupt for no digest."""
+        path = self._cache._tree(digest)
         if self._descriptor < 0:
             return
         if self._failed:
@@ -194,7 +212,7 @@ class TreeWriter:
         os.close(self._descriptor)
         self._descriptor = -1
         with contextlib.suppress(OSError):
-            self._path.rename(self._cache.directory / "trees" / digest)
+            self._path.rename(path)
         self._cache._sweep("trees", None, self._cache._trees)
 
     def drop(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from weightvc.objects import dtypes
 from weightvc.objects.schema import Schema
-from weightvc.protocol import parallel
+from weightvc.protocol import coder, parallel
 from weightvc.sources import open_source
 from weightvc.sources.base import Source
 
@@ -128,7 +128,7 @@ def _diff(old: Source, new: Source, progress: Callable[[int, int], None] | None)
             return block, len(payload), len(b) // lane, Counter()
         if a == b:
             return block, 0, 0, Counter()
-        _, payload, was = kernels.encode_patch(a, b, lane)
+        _, payload, was = coding.patch(tensor.dtype, lane, a, b)
         return block, len(payload), was.size, _steps(kernels, a, b, lane, tensor.dtype)
 
     # One tensor a block here: the weight of each is asked for, not the smallest whole.
@@ -137,8 +137,18 @@ def _diff(old: Source, new: Source, progress: Callable[[int, int], None] | None)
         for i in range(len(ours.tensors))
         for low in range(ours.first_chunk[i], ours.first_chunk[i + 1])
     ]
+
+    def sample(block: tuple[int, int]) -> tuple[str, Any]:
+        dtype = ours.tensors[ours.tensor_of(block[0])].dtype
+        a, b = _bytes(old, theirs, ours, *block), _bytes(new, ours, ours, *block)
+        known = a is not None and kernels.context.supports(dtype)
+        return dtype, kernels.context.sample(a, b, dtype, 2) if known else None
+
+    coding = coder.Coder()
     done = 0
     with ThreadPoolExecutor(parallel.workers(), "weightvc-diff") as pool:
+        if ours.nbytes >= coder.CONTEXT_FROM:
+            coding.learn(parallel.ordered(pool, sample, blocks[4::8] or blocks, 16))
         for (low, high), nbytes, changed, found in parallel.ordered(pool, work, blocks, 2 * parallel.workers() + 2):
             tensor = ours.tensors[ours.tensor_of(low)]
             row = rows[tensor.component, tensor.name]

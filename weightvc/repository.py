@@ -15,14 +15,15 @@ from weightvc.errors import BranchMoved, Conflict, Expired, RefNotFound, Refused
 from weightvc.objects import dtypes, key
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.root import Root
-from weightvc.objects.version import Version
+from weightvc.objects.version import Version, check_words
 from weightvc.protocol import swap
-from weightvc.protocol.refs import Refs, check_name, encode_tags, tag_page
+from weightvc.protocol.refs import Refs, check_name, encode_tags, moved, tag_page
 from weightvc.protocol.shelf import Shelf
 from weightvc.stores.base import Stats, Store
 
 if TYPE_CHECKING:
     from weightvc.comparison import Diff
+    from weightvc.protocol.checkout import Stat
     from weightvc.protocol.stored import VersionSource
     from weightvc.sources.base import Source
     from weightvc.worktree import Status, Verification
@@ -90,7 +91,8 @@ def _author() -> str:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
+    # Names of the system may hold bytes that are no text.
+    return f"{user}@{socket.gethostname()}"[:200].encode(errors="replace").decode()
 
 
 class Repository:
@@ -100,7 +102,8 @@ class Repository:
         self, store: Store, cache: Cache | None, *, author: str | None = None, progress: Progress | None = None
     ) -> None:
         self.store = store
-        self.author = author or _author()
+        self.author = _author() if author is None or author == "" else author
+        check_words("", self.author)
         self.progress = progress
         self._shelf = Shelf(store, cache)
         self._seen: swap.Seen | None = None
@@ -149,11 +152,13 @@ class Repository:
     def snapshot(self) -> Iterator[Root]:
         """What is read inside a with block is all of one moment, and reads the root once."""
         root = self.refresh()
-        self._frozen += 1
+        with self._lock:
+            self._frozen += 1
         try:
             yield root
         finally:
-            self._frozen -= 1
+            with self._lock:
+                self._frozen -= 1
 
     def _refs(self) -> Refs:
         return Refs(self._shelf, self.refresh())
@@ -241,6 +246,7 @@ class Repository:
         a torch module, or a Source. `step` and `run` are labels; `metadata` is anything that JSON keeps exactly.
         `dtype` casts floating tensors ("bfloat16", "float16", "float32") with torch's rounding. `names` says how a
         module's tensors are called: as its save_pretrained would, as in its state_dict, or as a function says.
+        Nothing is copied: do not change the tensors (or train on) until it returns.
 
         The parent is the branch's head, which must be `expect` if that is given (a ref; "" for: no such branch
         yet), else what this object last loaded, checked out or committed there. If somebody else moved the branch,
@@ -253,6 +259,9 @@ class Repository:
         """
         from weightvc.sources import open_source
 
+        if on_conflict not in ("raise", "rebase"):
+            raise Refused(f'on_conflict={on_conflict!r:.100}: give "raise" or "rebase"')
+        check_words(message, self.author)
         opened = open_source(source, names=names, dtype=dtype, name=name, exclude=exclude)
         try:
             return self._commit(
@@ -297,9 +306,11 @@ class Repository:
                 target = check_name(root.default if branch == HEAD else branch)
                 head = root.branches.get(target)
                 wanted = self._wanted(refs, target, head, expect)
+                if head is None:
+                    _check_no_tag(target, refs.tags())
                 if head != wanted:
                     if not (rebase and expect is None):
-                        raise commit.moved(target, wanted, head)
+                        raise moved(target, wanted, head)
                     self._remember(target, head)
                     wanted = head
                 first = [refs.entry(head)] if head is not None else []
@@ -314,6 +325,7 @@ class Repository:
                         resolve.opened(self._shelf, refs, entries[0], identify=False)
                     )
                     parent = commit.Baseline(entries[0], verified.tree, made, verified)
+                    base = base or commit.outgrown(refs, parent, schema)
                 build = commit.Build(
                     self._shelf, source, schema, parent, transaction, base=base, progress=self.progress
                 )
@@ -332,9 +344,9 @@ class Repository:
                 try:
                     entry, self._seen = commit.publish(self._shelf, entry, transaction, seen, expected=wanted)
                 except BranchMoved as error:
-                    if not rebase or expect is not None:
-                        raise
                     assert target is not None
+                    if not rebase or expect is not None:
+                        raise moved(target, error.expected, error.head) from None
                     self._remember(target, error.head)
                     continue
                 except Expired:
@@ -347,6 +359,12 @@ class Repository:
                 build.keep(version)
                 if target is not None:
                     self._remember(target, version.id)
+                if build.unread:
+                    warnings.warn(
+                        f"parts of the parent could not be read and were stored whole: {build.unread[0]}",
+                        WeightvcWarning,
+                        stacklevel=3,
+                    )
                 if not cast and parent is not None and 2 * build.changed_float32 > schema.elements:
                     share = build.changed_float32 / schema.elements
                     warnings.warn(
@@ -400,11 +418,15 @@ class Repository:
         message: str,
         **changes: Any,
     ) -> Root:
+        check_words(message, self.author)
         entry = Entry(op, root.sequence + 1, time.time_ns() // 1000, self.author, name, old, new, message)
         return root.next(tail=(*root.tail, entry), **changes)
 
     def branch(self, name: str, ref: str = HEAD, *, message: str = "") -> Version:
-        """Make a branch at a version. Raises KeyExists-like Conflict if there is one of that name elsewhere."""
+        """Make a branch at a version.
+
+        Raises Conflict if there is a branch or a tag of that name, BadName, RefNotFound, Refused.
+        """
         check_name(name)
         made: list[Version] = []
 
@@ -415,6 +437,7 @@ class Repository:
                 raise Conflict(
                     f"the branch {name!r} exists, at {head[:12]}: choose another name, or use `weightvc reset`"
                 )
+            _check_no_tag(name, tag_page(self._shelf, root)[0])
             branches = {**root.branches, name: made[0].id}
             return self._move(root, "branch", name, None, made[0].id, message, branches=branches)
 
@@ -422,11 +445,18 @@ class Repository:
         return made[0]
 
     def delete_branch(self, name: str, *, expect: str | None = None) -> str:
-        """Delete a branch; its versions stay in the catalogue. Returns the head that it had."""
+        """Delete a branch; its versions stay in the catalogue. Returns the head that it had.
+
+        Raises RefNotFound, BranchMoved (`expect`), and Refused for the default branch: HEAD would mean nothing.
+        """
         gone: list[str] = []
 
         def make(root: Root, transaction: key.Transaction) -> Root:
             head = self._head_of(root, name, expect)
+            if name == root.default:
+                raise Refused(
+                    f"{name!r} is the default branch: let another be that first (`weightvc branch --default NAME`)"
+                )
             gone[:] = [head]
             branches = {k: v for k, v in root.branches.items() if k != name}
             return self._move(root, "delete", name, head, None, "", branches=branches)
@@ -437,13 +467,11 @@ class Repository:
         return gone[0]
 
     def _head_of(self, root: Root, name: str, expect: str | None) -> str:
-        from weightvc.protocol.commit import moved
-
         head = root.branches.get(name)
         if head is None:
             raise RefNotFound(f"there is no branch {name!r}")
         if expect is not None and (wanted := Refs(self._shelf, root).resolve(expect).entry.new) != head:
-            raise moved(name, wanted, head)
+            raise moved(name, wanted, head, "expect the new head")
         return head
 
     def set_default_branch(self, name: str) -> None:
@@ -481,12 +509,17 @@ class Repository:
         return made[0]
 
     def tag(self, name: str, ref: str = HEAD, *, force: bool = False) -> Version:
-        """Name a version. A tag does not move, and a deleted tag's name means no other version, without `force`."""
+        """Name a version. A tag does not move, and a deleted tag's name means no other version, without `force`.
+
+        Raises Conflict for that, and for a branch's name, which would hide the tag; BadName, RefNotFound.
+        """
         check_name(name, "tag")
         made: list[Version] = []
 
         def make(root: Root, transaction: key.Transaction) -> Root:
             made[:] = [_version(Refs(self._shelf, root).resolve(ref).entry)]
+            if name in root.branches or name == root.default:
+                raise Conflict(f"{name!r} is a branch, which would hide a tag of that name: choose another name")
             tags, deleted = tag_page(self._shelf, root)
             old = tags.get(name)
             if (old or deleted.get(name, made[0].id)) != made[0].id and not force:
@@ -537,6 +570,8 @@ class Repository:
         built beside the target and checked, and then swapped in by a rename: the old files or the new, never a mix.
         Files that no checkout put there are refused, and so are files that were changed since; `replace` lets go of
         changed ones (a rollout host's directory heals so), `force` of changed ones and keeps foreign ones beside.
+        A single file that exists is refused without one of the two. What appears or changes in the directory while
+        this runs is not lost either: it is refused, and the directory is as it was.
         Raises RefNotFound, Refused, Corrupt, StoreError.
         """
         from weightvc import worktree
@@ -558,30 +593,31 @@ class Repository:
         return version
 
     def mark(
-        self, target: str | os.PathLike[str], version: Version, *, branch: str | None, exact: bool = True
+        self,
+        target: str | os.PathLike[str],
+        version: Version,
+        *,
+        branch: str | None,
+        found: "Mapping[str, Stat]",
+        exact: bool = True,
     ) -> None:
         """Let a checked-out directory's marker say that it holds `version`, which was just committed from it.
 
-        `exact` False says that its files are not those bytes (they were cast), so that status() compares them.
+        `found` is checkout.scan() of it from before the commit: what was changed since is then seen to be. `exact`
+        False says that its files are not the version's bytes (they were cast), so that status() compares them.
         """
-        import json
         import secrets
-        from dataclasses import asdict
 
         from weightvc.protocol import checkout
+        from weightvc.sources.paths import MARKER
 
         directory = Path(target)
-        files = {}
-        try:
-            for path in self.files(version.id):
-                found = (directory / path).stat()
-                files[path] = (found.st_size, found.st_mtime_ns) if exact else (-1, -1)
-            marker = checkout.Marker(self.url, version.id, branch, files)
-            beside = directory / f"{checkout.MARKER}.{secrets.token_hex(6)}"
-            beside.write_text(json.dumps(asdict(marker), indent=1) + "\n")
-            beside.rename(directory / checkout.MARKER)
-        except OSError as error:
-            raise checkout.local_error(error, str(directory)) from error
+        paths = self.files(version.id)
+        files = {path: found.get(path, checkout.UNKNOWN) if exact else checkout.UNKNOWN for path in paths}
+        with checkout.local_errors(directory):
+            beside = directory / f"{MARKER}.{secrets.token_hex(6)}"
+            checkout.write_marker(beside, checkout.Marker(self.url, version.id, branch, files))
+            beside.rename(directory / MARKER)
 
     def load(
         self,
@@ -593,11 +629,12 @@ class Repository:
     ) -> dict[str, Any]:
         """A version's tensors (of one component; only `names`, if given) as a dict of torch tensors or numpy arrays.
 
-        Shapes and dtypes are those committed; every byte is checked. Raises RefNotFound, TensorNotFound, Corrupt.
+        Shapes and dtypes are those committed; every byte is checked. Raises RefNotFound, TensorNotFound (also where
+        the version has tensors and the component has none), Refused, Corrupt.
         """
         refs = self._refs()
         found = refs.resolve(ref)
-        wanted = None if names is None else list(names)
+        wanted = [names] if isinstance(names, str) else None if names is None else list(names)
         from weightvc import worktree
 
         out = worktree.load(
@@ -616,9 +653,13 @@ class Repository:
         component: str = "",
         framework: Literal["torch", "numpy"] = "torch",
     ) -> Any:
-        """One tensor, or its rows [start, stop) along the first dimension: fetches only the chunks that hold them."""
+        """One tensor, or its rows [start, stop) along the first dimension: fetches only the chunks that hold them.
+
+        Raises RefNotFound, TensorNotFound, Refused (`rows` that are no slice, have a step or split bytes), Corrupt.
+        """
         from weightvc.sources import memory
 
+        make = memory.maker(framework)
         with self.source(ref) as source:
             i = source.tree.schema.index.get((component, name))
             if i is None:
@@ -626,16 +667,18 @@ class Repository:
             info = source.tensors[i]
             shape, start, stop = info.shape, 0, info.nbytes
             if rows is not None:
-                if not shape or rows.step not in (None, 1):
-                    raise Refused(f"rows={rows!r} of a tensor of shape {list(shape)}: give start and stop")
-                first, last, _ = rows.indices(shape[0])
+                if not shape or not isinstance(rows, slice) or rows.step not in (None, 1):
+                    raise Refused(f"rows={rows!r:.100} of a tensor of shape {list(shape)}: give slice(start, stop)")
+                try:
+                    first, last, _ = rows.indices(shape[0])
+                except TypeError:
+                    raise Refused(f"rows={rows!r:.100}: start and stop are whole numbers") from None
                 last = max(first, last)
                 width = dtypes.count(shape[1:]) * dtypes.bits(info.dtype)
                 if width * first % 8 or width * last % 8:
                     raise Refused(f"rows={rows!r}: rows of {info.dtype} do not fill whole bytes")
                 start, stop, shape = first * width // 8, last * width // 8, (last - first, *shape[1:])
             data = bytearray(source.read(i, start, stop))
-            make = memory.to_torch if framework == "torch" else memory.to_numpy
             return make(info.dtype, shape, data)
 
     def tensor_bytes(self, ref: str, name: str, *, component: str = "", piece: int = 64 << 20) -> Iterator[bytes]:
@@ -669,11 +712,18 @@ class Repository:
             return {file.path: file.size for file in worktree.plan(self._shelf, source)}
 
     def cat(self, ref: str, path: str) -> bytes:
-        """The content of one file of a version, as a checkout would write it."""
+        """The content of one file of a version, as a checkout would write it.
+
+        Raises RefNotFound, NotFound, Corrupt.
+        """
+        return b"".join(self.file_bytes(ref, path))
+
+    def file_bytes(self, ref: str, path: str, *, piece: int = 64 << 20) -> Iterator[bytes]:
+        """What cat() gives, in pieces of at most `piece` bytes."""
         from weightvc import worktree
 
         with self.source(ref, whole=True) as source:
-            return worktree.content(self._shelf, source, path)
+            yield from worktree.content(self._shelf, source, path, piece)
 
     def verify(self, target: str | os.PathLike[str], ref: str | None = None) -> "Verification":
         """Compare a checked-out directory (or file) with its version, or with `ref`, reading every byte."""
@@ -686,6 +736,11 @@ class Repository:
         from weightvc import worktree
 
         return worktree.status(self._shelf, self._refs(), Path(target))
+
+
+def _check_no_tag(branch: str, tags: Mapping[str, str]) -> None:
+    if branch in tags:
+        raise Conflict(f"{branch!r} is a tag, which a branch of that name would hide: choose another name")
 
 
 def _version(entry: Entry) -> Version:

@@ -1,7 +1,9 @@
 """Checked-out files and loaded tensors: from a version to a directory, a file or a dict, and back to compare."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +15,17 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Version
-from weightvc.protocol import checkout as writing
+from weightvc.protocol import checkout as swapping
+from weightvc.protocol import files as writing
 from weightvc.protocol import parallel, resolve
-from weightvc.protocol.checkout import MARKER, File, Marker, read_marker
+from weightvc.protocol.checkout import Marker, read_marker, some
+from weightvc.protocol.files import File
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.state import Lying, State
 from weightvc.protocol.stored import VersionSource
 from weightvc.sources.base import Source
+from weightvc.sources.paths import MARKER
 
 Progress = Callable[[int, int], None]
 
@@ -39,14 +44,19 @@ def checkout(
     """Write a version's files into a directory, or as one file if `target` ends in .safetensors."""
     made = entry.version
     assert made is not None
-    if not (force or replace):
-        _check_unchanged(shelf, refs, target)
+    place: swapping.OneFile | swapping.Directory
+    if target.suffix == ".safetensors":
+        place = swapping.OneFile(target, replace=force or replace)
+    else:
+        place = swapping.Directory(target, force=force, replace=replace)
+        if not (force or replace):
+            _check_unchanged(shelf, refs, place)
     with contextlib.ExitStack() as stack:
-        lying = None if target.suffix == ".safetensors" else _lying(refs, target, stack)
+        lying = _lying(refs, place, stack) if isinstance(place, swapping.Directory) else None
         manifest, verified = stack.enter_context(resolve.opened(shelf, refs, entry, lying=lying))
         schema = verified.tree.schema
         plan = writing.files(schema, resolve.layout_of(shelf, manifest))
-        if target.suffix == ".safetensors":
+        if isinstance(place, swapping.OneFile):
             plan = [_one_file(schema, plan)]
         keep = None
         if shelf.cache is not None and not shelf.cache.has_tree(made.tree):
@@ -54,31 +64,67 @@ def checkout(
             if keep is not None:
                 stack.callback(keep.drop)
 
-        def fill(directory: Path) -> Sequence[File]:
+        def fill(directory: Path) -> None:
             writing.write(verified, plan, directory, also=keep.write if keep is not None else None, progress=progress)
-            return plan
 
-        if target.suffix == ".safetensors":
-            writing.to_file(target, fill)
+        if isinstance(place, swapping.OneFile):
+            place.put(plan[0], fill)
         else:
-            writing.to_directory(target, fill, made, shelf.store.url, branch, force=force)
+            place.put(plan, fill, Marker(shelf.store.url, made.id, branch, {}))
         if keep is not None:
             keep.commit(made.tree)
     return made
 
 
-def _check_unchanged(shelf: Shelf, refs: Refs, target: Path) -> None:
+def _check_unchanged(shelf: Shelf, refs: Refs, place: swapping.Directory) -> None:
     """Raise Refused if files of a checkout were changed since: they may be somebody's work."""
-    marker = read_marker(target)
-    if marker is None or refs.catalogue.find(marker.version) is None:
+    if place.marker is None:
         return
-    changed = status(shelf, refs, target).changed
+    changed = swapping.touched(place.found, place.marker)
+    # The version of another repository cannot be compared with: there a touched file counts as changed.
+    entry = refs.catalogue.find(place.marker.version) if changed else None
+    if entry is not None:
+        changed = _differing(shelf, entry, place.target, changed)
     if changed:
-        names = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         raise Refused(
-            f"{target} has files that were changed since the checkout: {names}; commit them, or let go of them with "
-            "`weightvc checkout --force` or `weightvc pull`"
+            f"{place.target} has files that were changed since the checkout: {some(changed)}; commit them, or let go "
+            "of them with `weightvc checkout --force` or `weightvc pull`"
         )
+
+
+def _differing(shelf: Shelf, entry: Entry, directory: Path, paths: Sequence[str]) -> list[str]:
+    """Those of a version's files that are not byte for byte as a checkout writes them."""
+    manifest = resolve.manifest_of(shelf, entry)
+    tree = resolve.tree_of(shelf, manifest, "the manifest")
+    files = {file.path: file for file in writing.files(tree.schema, resolve.layout_of(shelf, manifest))}
+    with ThreadPoolExecutor(parallel.workers(), "weightvc-compare") as pool:
+        return [p for p in paths if p not in files or not _is_file(directory / p, files[p], tree, pool)]
+
+
+def _is_file(path: Path, file: File, tree: Tree, pool: ThreadPoolExecutor) -> bool:
+    schema = tree.schema
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+
+    def same(place: tuple[int, int]) -> bool:
+        tensor, at = place
+        for chunk in range(schema.first_chunk[tensor], schema.first_chunk[tensor + 1]):
+            _, start, stop = schema.span(chunk)
+            if frame.digest(os.pread(descriptor, stop - start, at + start)) != tree.chunk(chunk):
+                return False
+        return True
+
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file.size:
+            return False
+        return os.pread(descriptor, len(file.content), 0) == file.content and all(pool.map(same, file.places))
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _one_file(schema: Schema, plan: Sequence[File]) -> File:
@@ -92,14 +138,15 @@ def _one_file(schema: Schema, plan: Sequence[File]) -> File:
     return writing.single(schema, schema.tensors, "model.safetensors")
 
 
-def _lying(refs: Refs, target: Path, stack: contextlib.ExitStack) -> tuple[str, Callable[[Tree], State]] | None:
+def _lying(
+    refs: Refs, place: swapping.Directory, stack: contextlib.ExitStack
+) -> tuple[str, Callable[[Tree], State]] | None:
     """What a directory holds, if its marker names a version of this repository and its files can be read."""
-    marker = read_marker(target)
-    entry = refs.catalogue.find(marker.version) if marker is not None else None
+    entry = refs.catalogue.find(place.marker.version) if place.marker is not None else None
     if entry is None or entry.version is None:
         return None
     try:
-        source = _open(target)
+        source = _open(place.target)
     except (Refused, OSError):
         return None
     stack.callback(source.close)
@@ -127,13 +174,15 @@ def load(
 
     made = entry.version
     assert made is not None
-    make = memory.to_torch if framework == "torch" else memory.to_numpy
+    make = memory.maker(framework)
     with contextlib.ExitStack() as stack:
         whole = names is None
         _, verified = stack.enter_context(resolve.opened(shelf, refs, entry, whole=whole))
         schema = verified.tree.schema
         if names is None:
             chosen = [i for i, tensor in enumerate(schema.tensors) if tensor.component == component]
+            if not chosen and (schema.tensors or component):
+                raise _no_component(made, component, schema)
         else:
             chosen = []
             for name in names:
@@ -178,24 +227,31 @@ def load(
         }
 
 
+def _no_component(made: Version, component: str, schema: Schema) -> TensorNotFound:
+    there = sorted({tensor.component for tensor in schema.tensors})
+    what = f"component {component!r:.200}" if component else "tensors outside of components"
+    return TensorNotFound(f"version {made.short} has no {what}: name one of {some([repr(name) for name in there])}")
+
+
 def plan(shelf: Shelf, source: VersionSource) -> list[File]:
     """The files that a checkout of a version writes."""
     return writing.files(source.tree.schema, resolve.layout_of(shelf, source.manifest))
 
 
-def content(shelf: Shelf, source: VersionSource, path: str) -> bytes:
-    """One file of a version. Raises NotFound naming those that there are."""
+def content(shelf: Shelf, source: VersionSource, path: str, piece: int) -> Iterator[bytes]:
+    """One file of a version, in pieces of at most `piece` bytes. Raises NotFound naming those that there are."""
     files = plan(shelf, source)
     file = next((f for f in files if f.path == path), None)
     if file is None:
         names = ", ".join(f.path for f in files[:8])
         raise NotFound(f"the version has no file {path!r:.200}; it has {names}")
-    out = bytearray(file.size)
-    out[: len(file.content)] = file.content
-    for tensor, at in file.places:
+    for start in range(0, len(file.content), piece):
+        yield bytes(file.content[start : start + piece])
+    # A header's tensors cover its file without holes.
+    for tensor, _ in sorted(file.places, key=lambda place: place[1]):
         nbytes = source.tensors[tensor].nbytes
-        out[at : at + nbytes] = source.read(tensor, 0, nbytes)
-    return bytes(out)
+        for start in range(0, nbytes, piece):
+            yield bytes(source.read(tensor, start, min(start + piece, nbytes)))
 
 
 @dataclass(slots=True)
@@ -246,7 +302,7 @@ def _entry(refs: Refs, marker: Marker | None, target: Path, ref: str | None) -> 
     if ref is not None:
         return refs.resolve(ref).entry
     if marker is None:
-        raise Refused(f"{target} does not say which version it holds (no {MARKER}): name one")
+        raise Refused(f"{target} does not say which version it holds (no readable {MARKER}): name one")
     entry = refs.catalogue.find(marker.version)
     if entry is None:
         raise Refused(
@@ -308,26 +364,19 @@ class Status:
 
 
 def status(shelf: Shelf, refs: Refs, target: Path) -> Status:
-    """Compare a directory with its marker: sizes and times first, content where those differ."""
+    """Compare a directory with its marker: sizes, times and inodes first, content where those differ."""
     marker = read_marker(target)
     if marker is None:
-        raise Refused(f"{target} does not say which version it holds (no {MARKER}): check one out into it")
+        raise Refused(f"{target} does not say which version it holds (no readable {MARKER}): check one out into it")
     entry = _entry(refs, marker, target, None)
     assert entry.version is not None
-    changed, missing = [], []
-    for path, known in marker.files.items():
-        try:
-            found = (target / path).stat()
-        except OSError:
-            missing.append(path)
-            continue
-        if (found.st_size, found.st_mtime_ns) != known:
-            changed.append(path)
-    if changed and not missing:
+    with swapping.local_errors(target):
+        found = swapping.scan(target)
+    missing = [path for path in marker.files if path not in found]
+    changed = swapping.touched(found, marker)
+    if changed:
         # A touched file is not a changed one: the bytes decide.
-        result = verify(shelf, refs, target, None)
-        if not result.tensors:
-            changed = [path for path in changed if path in result.files]
+        changed = _differing(shelf, entry, target, changed)
     head = behind = None
     if marker.branch is not None and (ident := refs.head(marker.branch)) is not None:
         top = refs.entry(ident)
@@ -336,5 +385,5 @@ def status(shelf: Shelf, refs: Refs, target: Path) -> Status:
             if candidate.new == marker.version:
                 behind = i
                 break
-    foreign = writing.foreign(target)
+    foreign = swapping.foreign(found, marker)
     return Status(entry.version, marker.branch, head, behind, changed, missing, foreign)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weightvc.repository import Repository
 
 PIECE: Final = 64 << 20
-"""Bytes of a tensor that are written at once."""
+"""Bytes of a tensor or file that are written at once."""
 
 
 @click.command()
@@ -220,10 +220,11 @@ def cat(settings: Settings, ref: str, file: str | None, tensor: str | None, comp
         raise click.UsageError("name either a FILE or a --tensor")
     with settings.open() as repository:
         if file is not None:
-            _write(repository.cat(ref, file))
-            return
-        assert tensor is not None
-        for piece in repository.tensor_bytes(ref, tensor, component=component, piece=PIECE):
+            pieces = repository.file_bytes(ref, file, piece=PIECE)
+        else:
+            assert tensor is not None
+            pieces = repository.tensor_bytes(ref, tensor, component=component, piece=PIECE)
+        for piece in pieces:
             _write(piece)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from weightvc import __version__
-from weightvc.errors import WeightvcError
+from weightvc.errors import Refused, WeightvcError
 from weightvc_cli.output import as_json, shown
 from weightvc_cli.settings import Settings, repository_option, set_value
 
@@ -108,11 +108,22 @@ def _run(settings: Settings) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
+        if _lost():
+            text = "the working directory is gone, deleted or replaced by a checkout: cd into it again, or away"
+            return _fail(settings, "Refused", text, Refused.exit_code, error)
         what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
         return _fail(settings, type(error).__name__, what, 9, error)
     except Exception as error:
         text = f"a bug in weightvc: {type(error).__name__}: {error}; WEIGHTVC_DEBUG=1 shows where: please report it"
         return _fail(settings, "Bug", text, 1, error)
+
+
+def _lost() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
 
 
 def _fail(settings: Settings, kind: str, message: str, code: int, error: Exception) -> int:

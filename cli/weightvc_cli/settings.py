@@ -3,7 +3,6 @@
 Only here is the environment read; the library never does.
 """
 
-import json
 import os
 import sys
 import time
@@ -111,13 +110,12 @@ def _upwards(start: str) -> Path | None:
 
 
 def _repository_of(marker: Path) -> str:
-    try:
-        url = json.loads(marker.read_text())["repository"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        url = None
-    if not isinstance(url, str) or not url:
+    from weightvc.protocol.checkout import read_marker
+
+    found = read_marker(marker.parent)
+    if found is None:
         raise BadFile(f"{marker} does not say which repository it belongs to: name one with -r, or remove the file")
-    return url
+    return found.repository
 
 
 @contextmanager

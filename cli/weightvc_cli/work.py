@@ -70,7 +70,7 @@ def _no_constant(text: str) -> Any:
 @click.command()
 @click.argument("path")
 @click.option("-m", "--message", default="", help="What the version is.")
-@click.option("-b", "--branch", metavar="NAME", help="The branch (HEAD).")
+@click.option("-b", "--branch", metavar="NAME", help="The branch (that of a checked-out directory, else HEAD).")
 @click.option("--step", type=click.IntRange(min=0), help="Label: the step.")
 @click.option("--run", metavar="NAME", help="Label: the run.")
 @click.option("--meta", metavar="K=V", multiple=True, callback=_metadata, help="Metadata; V is JSON or a string.")
@@ -105,18 +105,24 @@ def commit(
 ) -> None:
     """Commit PATH as the next version of a branch.
 
-    PATH is a checkpoint file, a directory of them, or a URL. A checked-out directory follows its branch: if that
-    has moved since, nothing is committed (exit status 4) unless --rebase or --expect say so.
+    PATH is a checkpoint file, a directory of them, or a URL. A checked-out directory is committed to its branch: if
+    that has moved since, nothing is committed (exit status 4) unless --rebase or --expect say so.
     """
     if detach and (branch is not None or expect is not None or rebase):
         raise click.UsageError("--detach is on no branch: leave --branch, --expect and --rebase out")
     if rebase and expect is not None:
         raise click.UsageError("--rebase takes any head and --expect only one: leave one out")
+    from weightvc.protocol.checkout import scan
+
     began = time.monotonic()
     with settings.open(what="commit") as repository:
         marker = None if detach else _marker(repository, path, branch)
-        if marker is not None and expect is None and not rebase:
-            expect = marker.version
+        # As it is before the commit reads it: what is changed while it runs is then seen to be.
+        found = scan(Path(path)) if marker is not None else {}
+        if marker is not None:
+            branch = marker.branch
+            if expect is None and not rebase:
+                expect = marker.version
         made = repository.commit(
             path,
             branch=None if detach else branch or "HEAD",
@@ -133,19 +139,21 @@ def commit(
             exclude=exclude,
         )
         if marker is not None:
-            repository.mark(path, made, branch=marker.branch, exact=dtype is None)
+            repository.mark(path, made, branch=marker.branch, found=found, exact=dtype is None)
         report_commit(settings, repository, made, began)
 
 
 def _marker(repository: "Repository", path: str, branch: str | None) -> "Marker | None":
-    """The marker of a checked-out directory, if it follows the branch that is committed to."""
+    """The marker of a checked-out directory, if it is on a branch, and that is the one to commit to."""
     from weightvc.errors import RefNotFound
     from weightvc.protocol.checkout import read_marker
 
     marker = read_marker(Path(path)) if os.path.isdir(path) else None
-    if marker is None or marker.branch != (
-        branch if branch not in (None, "HEAD", "@") else repository.default_branch
-    ):
+    if marker is None or marker.branch is None:
+        return None
+    if branch in ("HEAD", "@"):
+        branch = repository.default_branch
+    if branch not in (None, marker.branch):
         return None
     try:
         repository.resolve(marker.version)
@@ -195,7 +203,10 @@ def _checkout(settings: Settings, ref: str, target: str, force: bool, replace: b
 @click.argument("ref")
 @click.argument("target", metavar="DIR")
 @click.option(
-    "-f", "--force", is_flag=True, help="Let go of changed files, and keep foreign ones beside the version's."
+    "-f",
+    "--force",
+    is_flag=True,
+    help="Let go of changed files, and keep foreign ones beside the version's; replace a single file.",
 )
 @json_option
 @stats_option
@@ -205,7 +216,7 @@ def checkout(settings: Settings, ref: str, target: str, force: bool) -> None:
     """Write the files of a version.
 
     They go into the directory DIR, or into one file if it ends in .safetensors. Files of DIR that were changed since
-    they were checked out are not overwritten, unless --force says so.
+    they were checked out are not overwritten, nor is a single file, unless --force says so.
     """
     _checkout(settings, ref, target, force, replace=False)
 
@@ -302,7 +313,7 @@ def verify(settings: Settings, target: str | None, ref: str | None) -> None:
                 click.echo(f"{what}: {shown(name)}")
     if not found.ok:
         if found.tensors or found.files:
-            mend = f"is not version {version.short}: mend it with `weightvc checkout {version.short} {target}`"
+            mend = f"is not version {version.short}: mend it with `weightvc pull {version.short} --into {target}`"
         else:
             mend = f"has files that version {version.short} has not: move them away"
         raise Corrupt(f"{target} {mend}")

@@ -232,3 +232,34 @@ def test_a_pickle_never_runs(shell: Shell, name: str) -> None:
     (shell.cwd / name).write_bytes(pickle.dumps({"w": _Evil()}, protocol=2))
     shell.fails(8, "commit", name)
     assert not (shell.cwd / "ran").exists()
+
+
+def test_words_that_are_no_text(shell: Shell, history: dict[str, str]) -> None:
+    bad = os.fsdecode(b"\xff")
+    assert "message" in shell.fails(8, "reset", "main", "main", "-m", bad)
+    assert "message" in shell.fails(8, "commit", "1.safetensors", "-m", bad)
+    assert "author" in shell.fails(8, "tag", "t1", env={"WEIGHTVC_AUTHOR": bad})
+    assert [tag["name"] for tag in shell.json("tag")] == ["v1"]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"repository":"r","version":5,"branch":{},"files":{}}', "{}", ""])
+def test_a_marker_that_cannot_be_read(shell: Shell, history: dict[str, str], text: str) -> None:
+    folder = shell.cwd / "e"
+    folder.mkdir()
+    (folder / ".weightvc").write_text(text)
+    assert ".weightvc" in shell.fails(8, "status", "e")
+    assert ".weightvc" in shell.fails(8, "status", "e", "-r", ".weightvc")
+    assert ".weightvc" in shell.fails(8, "checkout", "main", "e", "-r", ".weightvc")
+
+
+def test_a_working_directory_that_is_gone(shell: Shell, history: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh", *command(), "log"],
+        cwd=shell.cwd,
+        env=shell.env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 8
+    assert done.stderr.startswith("weightvc: the working directory is gone")
+    assert len(done.stderr.splitlines()) == 1

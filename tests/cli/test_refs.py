@@ -76,3 +76,16 @@ def test_names_that_some_store_could_not_keep_are_refused(shell: Shell, history:
     heads = {b["name"]: b["id"] for b in shell.json("branch")}
     assert heads["exp"] == history["exp1"]
     assert heads["exp/1"] == heads["EXP"] == history["merge"]
+
+
+def test_the_default_branch_is_not_deleted(shell: Shell, history: dict[str, str]) -> None:
+    assert "--default" in shell.fails(8, "branch", "-d", "main")
+    shell.run("branch", "--default", "exp")
+    shell.run("branch", "-d", "main")
+    assert shell.json("show")["id"] == history["exp1"]
+
+
+def test_tags_and_branches_share_no_name(shell: Shell, history: dict[str, str]) -> None:
+    assert "is a branch" in shell.fails(4, "tag", "exp", "main", "--force")
+    assert "is a tag" in shell.fails(4, "branch", "v1")
+    assert "is a tag" in shell.fails(4, "commit", "1.safetensors", "-b", "v1")

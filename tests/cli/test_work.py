@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -244,3 +246,64 @@ def test_cache_can_be_elsewhere_or_nowhere(shell: Shell, history: dict[str, str]
     assert not (tmp_path / "bare").exists()
     assert not (shell.cwd / "none").exists()
     assert (shell.cwd / "a/model.safetensors").read_bytes() == (shell.cwd / "b/model.safetensors").read_bytes()
+
+
+def test_a_checkout_is_committed_to_its_branch(shell: Shell, history: dict[str, str], follow: Follow) -> None:
+    shell.run("checkout", "exp", "out")
+    follow("out", 5)
+    made = shell.json("commit", "out")
+    assert (made["branch"], made["parents"]) == ("exp", [history["exp1"]])
+    assert shell.json("status", "out")["branch"] == "exp"
+    # HEAD by name is the default branch, which this directory does not follow.
+    assert shell.json("commit", "out", "-b", "HEAD")["branch"] == "main"
+    # A version's bare id is on no branch.
+    shell.run("checkout", history["exp1"], "away")
+    assert shell.json("commit", "away")["branch"] == "main"
+
+
+def test_edits_while_a_commit_runs_are_seen(shell: Shell, history: dict[str, str], follow: Follow) -> None:
+    shell.run("checkout", "main", "out")
+    follow("out", 5)
+    code = (
+        "import sys\n"
+        "from weightvc.protocol import commit\n"
+        "real = commit.publish\n"
+        "def publish(*args, **options):\n"
+        "    open('out/model.safetensors', 'r+b').write(open('1.safetensors', 'rb').read())\n"
+        "    return real(*args, **options)\n"
+        "commit.publish = publish\n"
+        "from weightvc_cli.main import main\n"
+        "sys.argv = ['weightvc', 'commit', 'out']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=shell.cwd, env=shell.env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert shell.json("status", "out")["changed"] == ["model.safetensors"]
+    shell.fails(8, "checkout", "main", "out")
+
+
+def test_the_working_directory_is_not_pulled_away(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("checkout", "main~1", "out")
+    here = shell.cwd / "out"
+    assert "cd .." in shell.fails(8, "pull", "main", "--into", ".", cwd=here)
+    assert "cd .." in shell.fails(8, "checkout", "main", here, cwd=here)
+    assert shell.json("status", cwd=here)["version"] == history["main1"]
+
+
+def test_a_single_file_is_replaced_when_told(shell: Shell, history: dict[str, str]) -> None:
+    file = shell.cwd / "0.safetensors"
+    before = file.read_bytes()
+    assert "--force" in shell.fails(8, "checkout", "main", file)
+    assert file.read_bytes() == before
+    shell.run("checkout", "main", file, "--force")
+    assert file.read_bytes() == (shell.cwd / "3.safetensors").read_bytes()
+    shell.run("pull", "main~1", "--into", file)
+    assert file.read_bytes() == (shell.cwd / "1.safetensors").read_bytes()
+
+
+def test_what_verify_says_mends_it(shell: Shell, history: dict[str, str], follow: Follow) -> None:
+    shell.run("checkout", "main", "out")
+    follow("out", 9)
+    advice = shell.run("verify", "out", code=7).stderr.rpartition("`weightvc ")[2].rstrip("`\n")
+    shell.run(*advice.split())
+    assert shell.json("verify", "out")["ok"]

@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""Write the golden repositories: `python tests/golden/make.py` makes all of them anew.
+"""Write golden repositories: `python tests/golden/make.py` makes those that are not there, or those named.
 
 They are what "a reader reads everything that an earlier main wrote" is tested by, so once a format is released they
 are only added to. Content, names and times are fixed; only another version of zstd may give other bytes. What is
@@ -30,7 +30,7 @@ import numpy as np
 import weightvc
 from tests.kit.weights import Bits, Tensor, Weights, bf, file_bytes, files_below, flipped, tensor, write_shards
 from weightvc.objects import dtypes, key, manifest, root, version
-from weightvc.protocol import commit, swap
+from weightvc.protocol import coder, commit, swap
 from weightvc.repository import Repository
 
 REPOSITORIES = HERE / "repositories"
@@ -252,6 +252,27 @@ def make_packs(golden: Golden) -> None:
     golden.commit(weights, message="a patch in the manifest")
 
 
+def make_context(golden: Golden) -> None:
+    """Blocks of the context codec, in several dtypes, beside others."""
+    weights: Weights = {
+        ("", "bf16"): normal("BF16", 20_000, 1),
+        ("", "bf16.small"): normal("BF16", 500, 2),
+        ("", "f16"): normal("F16", 3_000, 3),
+        ("", "f32"): normal("F32", 2_000, 4),
+        ("", "f8"): tensor("F8_E4M3", (3_000,), 5),
+        ("", "i64"): tensor("I64", (100,), 6),
+        ("", "u8"): tensor("U8", (3_000,), 7),
+    }
+    with mock.patch.object(coder, "CONTEXT_FROM", 0), mock.patch.object(coder, "FEW", 0):
+        golden.commit(weights, message="a base")
+        for step, share in enumerate((0.01, 0.2, 0.002)):
+            for i, name in enumerate(sorted(weights)):
+                weights[name] = stepped(weights[name], share, 3, 10 * step + i)
+            golden.commit(weights, message=f"about {share:.1%} changed", step=step)
+        weights["", "bf16"] = flipped(weights["", "bf16"], 0.05, 1)
+        golden.commit(weights, message="any bits")
+
+
 def make_files(golden: Golden) -> None:
     """Directories: shards with their index, side files small and large, components in folders."""
 
@@ -376,9 +397,9 @@ def make(name: str, directory: Path) -> None:
 
 
 def main() -> None:
-    """Replace all."""
-    shutil.rmtree(REPOSITORIES, ignore_errors=True)
-    for name in MAKERS:
+    """Make those that are named, or else those that are not there: what an earlier writer made is never replaced."""
+    for name in sys.argv[1:] or [name for name in MAKERS if not (REPOSITORIES / name).exists()]:
+        shutil.rmtree(REPOSITORIES / name, ignore_errors=True)
         make(name, REPOSITORIES / name)
         size = sum(path.stat().st_size for path in (REPOSITORIES / name).rglob("*") if path.is_file())
         print(f"{name}: {size} bytes")

@@ -110,7 +110,7 @@ def test_scalars_and_empty_trees(repository, tmp_path):
         file = tmp_path / "empty.safetensors"
         file.write_bytes(file_bytes({}, metadata))
         repository.commit(file)
-        repository.checkout("main", tmp_path / "again.safetensors")
+        repository.checkout("main", tmp_path / "again.safetensors", replace=True)
         assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
 
 

@@ -64,7 +64,7 @@ def test_modes(repository, tmp_path):
         repository.checkout("main", one)
         assert stat.S_IMODE(one.stat().st_mode) == 0o664
         one.chmod(0o600)
-        repository.checkout("main", one)
+        repository.checkout("main", one, replace=True)
         assert stat.S_IMODE(one.stat().st_mode) == 0o600
         (tmp_path / "out").chmod(0o750)
         repository.checkout("main", tmp_path / "out")
@@ -74,7 +74,7 @@ def test_modes(repository, tmp_path):
 
 
 def test_a_directory_that_was_changed_is_not_trusted(repository, tmp_path):
-    """Damaged in place, with size and time kept: the next checkout is exact all the same."""
+    """Damaged in place, with size and time kept: that is seen, and the next checkout is exact all the same."""
     repository.commit(Bits(WEIGHTS))
     new = {key: flipped(value, 0.1, 1) for key, value in WEIGHTS.items()}
     repository.commit(Bits(new))
@@ -88,7 +88,10 @@ def test_a_directory_that_was_changed_is_not_trusted(repository, tmp_path):
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     result = repository.verify(target)
     assert (result.ok, len(result.tensors)) == (False, 1)
-    repository.checkout("main", target)
+    assert repository.status(target).changed == ["model.safetensors"]
+    with pytest.raises(Refused, match=r"model\.safetensors"):
+        repository.checkout("main", target)
+    repository.checkout("main", target, replace=True)
     assert lying(target) == new
     assert repository.verify(target).ok
     assert repository.verify(target, "main~1").tensors == list("abcd")

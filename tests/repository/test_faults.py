@@ -176,7 +176,7 @@ def test_two_changes_of_refs_under_every_fault(memory_url):
                 name = f"{fault.replace(' ', '-')}-{k}"
                 for work, look in (
                     (lambda r, n=name: r.branch(n, first.id), lambda r, n=name: r.branches().get(n)),
-                    (lambda r, n=name: r.tag(n, first.id), lambda r, n=name: r.tags().get(n)),
+                    (lambda r, n=f"tag-{name}": r.tag(n, first.id), lambda r, n=f"tag-{name}": r.tags().get(n)),
                 ):
                     store = Faulty(open_store(memory_url), k, fault)
                     outcome = attempt(partial(work, Repository(store, None)))

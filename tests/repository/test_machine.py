@@ -45,6 +45,10 @@ class Machine(RuleBasedStateMachine):
 
     def put(self, branch: str, source: Bits, weights: Weights) -> None:
         parent = self.branches.get(branch)
+        if parent is None and branch in self.tags:
+            with pytest.raises(Conflict):
+                self.repository.commit(source, branch=branch, expect="")
+            return
         made = self.repository.commit(source, branch=branch, expect=parent or "")
         assert made.parents == ((parent,) if parent else ())
         self.versions[made.id], self.parents[made.id] = weights, parent
@@ -78,7 +82,7 @@ class Machine(RuleBasedStateMachine):
     @rule(name=NAMES, data=st.data())
     def branch(self, name: str, data: st.DataObject) -> None:
         at = self.some(data)
-        if name in self.branches:
+        if name in self.branches or name in self.tags:
             with pytest.raises(Conflict):
                 self.repository.branch(name, at)
         else:
@@ -87,7 +91,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def delete_branch(self, name: str) -> None:
-        if name in self.branches:
+        if name == "main":
+            with pytest.raises(Refused, match="default"):
+                self.repository.delete_branch(name)
+        elif name in self.branches:
             assert self.repository.delete_branch(name) == self.branches.pop(name)
 
     @rule(name=NAMES, data=st.data(), rewind=st.booleans())
@@ -114,9 +121,9 @@ class Machine(RuleBasedStateMachine):
     @rule(name=TAGS, data=st.data(), force=st.booleans())
     def tag(self, name: str, data: st.DataObject, force: bool) -> None:
         at = self.some(data)
-        if not force and self.tags.get(name, self.deleted.get(name, at)) != at:
+        if name in self.branches or (not force and self.tags.get(name, self.deleted.get(name, at)) != at):
             with pytest.raises(Conflict):
-                self.repository.tag(name, at)
+                self.repository.tag(name, at, force=force)
         else:
             self.repository.tag(name, at, force=force)
             self.tags[name] = at

@@ -7,7 +7,7 @@ import pytest
 
 import weightvc
 from tests.kit.weights import Bits, file_bytes, held, lying, tensor
-from weightvc.errors import BadFile, BadName, Conflict, RefNotFound, Refused
+from weightvc.errors import BadFile, BadName, BranchMoved, Conflict, Corrupt, RefNotFound, Refused, TensorNotFound
 
 ACCEPTED = ["exp", "exp/1", "A", "a", "v1.2", "x=y+z", "a-b", "_", "HEADs", "123", "a" * 120, "lock"]
 REFUSED = [
@@ -23,7 +23,6 @@ def test_every_store_takes_the_same_names(place, again):
     heads = {}
     for i, name in enumerate(ACCEPTED):
         heads[name] = repository.commit(Bits(WEIGHTS), branch=name, message=str(i)).id
-        repository.tag(name, name)
     for name in REFUSED:
         with pytest.raises(BadName):
             repository.branch(name, heads["exp"])
@@ -33,6 +32,9 @@ def test_every_store_takes_the_same_names(place, again):
             with pytest.raises(BadName):
                 repository.commit(Bits(WEIGHTS), branch=name)
     assert again().branches() == heads  # and no two collided
+    for name, ident in heads.items():
+        repository.delete_branch(name)  # no tag may have a branch's name
+        repository.tag(name, ident)
     assert again().tags() == heads
 
 
@@ -54,7 +56,15 @@ def test_what_refs_mean(repository):
                 repository.resolve(ref)
         else:
             assert repository.resolve(ref).id == ident, ref
-    for ref in ("main@{x=1}", "best@{1}", "main~x", "main@{1", "main@{-1}"):
+    for ref in (
+        "main@{x=1}",
+        "best@{1}",
+        "main~x",
+        "main@{1",
+        "main@{-1}",
+        "main@{\u00b2}",
+        f"main@{{{'9' * 5000}}}",
+    ):
         with pytest.raises((BadName, RefNotFound)):
             repository.resolve(ref)
     merged = repository.commit(Bits(WEIGHTS), parents=["exp"])
@@ -85,6 +95,121 @@ def test_branches_and_tags_are_kept_from_mistakes(repository):
     repository.set_default_branch("main")
     with pytest.raises(RefNotFound):
         repository.set_default_branch("b")
+
+
+def test_a_tag_and_a_branch_never_share_a_name(repository):
+    """The tag could not be reached."""
+    with pytest.raises(Conflict, match="'main' is a branch"):
+        repository.tag("main", repository.commit(Bits(WEIGHTS), branch="other").id)  # unborn, but HEAD means it
+    repository.commit(Bits(WEIGHTS))
+    repository.tag("v1")
+    for work in (
+        lambda: repository.tag("other", "main", force=True),
+        lambda: repository.branch("v1", "main"),
+        lambda: repository.commit(Bits(WEIGHTS), branch="v1"),
+    ):
+        with pytest.raises(Conflict, match="choose another name"):
+            work()
+    assert (set(repository.branches()), set(repository.tags())) == ({"main", "other"}, {"v1"})
+
+
+def test_the_default_branch_is_not_deleted(repository):
+    repository.commit(Bits(WEIGHTS))
+    with pytest.raises(Refused, match="--default"):
+        repository.delete_branch("main")
+    repository.branch("next")
+    repository.set_default_branch("next")
+    repository.delete_branch("main")
+    assert repository.resolve().id == repository.branches()["next"]
+
+
+def test_a_branch_that_moved_says_how_to_go_on(repository):
+    repository.commit(Bits(WEIGHTS))
+    other = weightvc.open(repository.url, cache=None)
+    new = other.commit(Bits(WEIGHTS))
+    with pytest.raises(BranchMoved, match="--rebase.*on_conflict='rebase'.*load") as caught:
+        repository.commit(Bits(WEIGHTS))
+    assert caught.value.head == new.id
+    repository.load(framework="numpy")
+    assert repository.commit(Bits(WEIGHTS)).parents == (new.id,)
+    newest = other.commit(Bits(WEIGHTS), on_conflict="rebase")
+    assert repository.commit(Bits(WEIGHTS), on_conflict="rebase").parents == (newest.id,)
+    with pytest.raises(BranchMoved, match="expect the new head"):
+        repository.reset("main", "main", expect="main~1")
+
+
+def test_a_branch_that_moves_in_the_last_instant_says_so_too(repository, monkeypatch):
+    from weightvc.protocol import commit
+
+    repository.commit(Bits(WEIGHTS))
+    other = weightvc.open(repository.url, cache=None)
+    upload = commit.upload
+
+    def late(*arguments, **options):
+        monkeypatch.setattr(commit, "upload", upload)
+        made = upload(*arguments, **options)
+        other.commit(Bits(WEIGHTS))
+        return made
+
+    monkeypatch.setattr(commit, "upload", late)
+    with pytest.raises(BranchMoved, match="--rebase"):
+        repository.commit(Bits(WEIGHTS))
+
+
+@pytest.mark.parametrize("text", [5, None, object(), "\ud800", b"x"], ids=repr)
+def test_words_that_are_no_text_are_refused(repository, text):
+    repository.commit(Bits(WEIGHTS))
+    before = repository.refresh()
+    for work in (
+        lambda: repository.branch("b", message=text),
+        lambda: repository.reset("main", "main", message=text),
+        lambda: repository.commit(Bits(WEIGHTS), message=text),
+    ):
+        with pytest.raises(Refused, match="message"):
+            work()
+    if text is not None:
+        with pytest.raises(Refused, match="author"):
+            weightvc.open(repository.url, cache=None, author=text)
+    assert repository.refresh() == before
+
+
+def test_options_that_mean_nothing_are_refused(repository):
+    repository.commit(Bits({**WEIGHTS, ("part", "v"): WEIGHTS["", "w"]}))
+    for work in (
+        lambda: repository.commit(Bits(WEIGHTS), on_conflict="rebse"),
+        lambda: repository.load(framework="jax"),
+        lambda: repository.tensor("main", "w", framework="jax"),
+        lambda: repository.tensor("main", "w", rows=5),
+        lambda: repository.tensor("main", "w", rows=slice("a", "b")),
+        lambda: repository.tensor("main", "w", rows=slice(0, 4, 2)),
+    ):
+        with pytest.raises(Refused):
+            work()
+    with pytest.raises(TensorNotFound, match="'nope'.*'', 'part'"):
+        repository.load(component="nope", framework="numpy")
+    assert list(repository.load(component="part", framework="numpy")) == ["v"]
+    assert list(repository.load(names="w", framework="numpy")) == ["w"]
+    repository.commit(Bits({("unet", "w"): WEIGHTS["", "w"]}))
+    with pytest.raises(TensorNotFound, match="unet"):
+        repository.load(framework="numpy")
+    repository.commit({})
+    assert repository.load(framework="numpy") == {}
+    assert len(list(repository.log())) == 3
+
+
+def test_a_page_of_tags_that_names_no_versions_is_corrupt(repository):
+    from weightvc.objects import key, root
+    from weightvc.protocol import swap
+    from weightvc.protocol.refs import encode_tags
+
+    repository.commit(Bits(WEIGHTS))
+    repository.tag("v1")
+    for tags in ({"v1": 5}, {"v1": "main"}, {"v1": None}):
+        seen = swap.must_read(repository.store)
+        page = repository._shelf.put(key.Transaction(seen.root.sequence), "page", encode_tags(tags, {}))
+        repository.store.swap(key.ROOT, root.encode(seen.root.next(tags=page)), seen.etag)
+        with pytest.raises(Corrupt, match="tags"):
+            weightvc.open(repository.url, cache=None).resolve("v1")
 
 
 def test_tensor_names_are_never_paths(repository, tmp_path):
@@ -154,7 +279,7 @@ def test_paths_that_collide_are_refused(repository, tmp_path):
         source = Bits({})
         source.layout = Layout(tuple(LayoutFile(path, 1, b"x") for path in pair))
         made = repository.commit(source, branch=None)
-        with pytest.raises(Refused):
+        with pytest.raises((Refused, Corrupt)):
             repository.checkout(made.id, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 

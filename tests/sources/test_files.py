@@ -92,6 +92,7 @@ def test_a_directory_is_kept_byte_for_byte(tmp_path, write):
         write(path, data)
     write(".git/config", b"x")
     write(".weightvc/state", b"x")
+    write("draft/.weightvc", b"a checkout lies there")
     (tmp_path / "empty folder").mkdir()
     source = open_files(tmp_path)
     assert files(source) == kept

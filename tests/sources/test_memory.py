@@ -161,6 +161,11 @@ def test_empty_and_0_dim_tensors():
     assert open_tensors({}).layout is None
 
 
+def test_the_name_that_safetensors_keeps_for_itself_is_refused():
+    with pytest.raises(BadTensor, match=r"'__metadata__'.*rename"):
+        open_tensors({"__metadata__": torch.ones(1)})
+
+
 def test_components():
     one, two = torch.ones(1), torch.zeros(1)
     source = open_source({"draft": {"w": one}, "": {"w": two, "v": one}, "a/b": {"w": two}})
@@ -222,6 +227,7 @@ def sparse():
         (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested"),
         (lambda: torch.ones(2).as_subclass(Sub), "Sub"),
         (lambda: torch.nn.UninitializedParameter(), "UninitializedParameter"),
+        (lambda: torch._efficientzerotensor((3,)), "ZeroTensor"),
         (lambda: torch.ones(2, dtype=torch.complex128), "complex128"),
         (lambda: torch.ones(2, dtype=torch.complex32), "complex32"),
         (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.bits8), "bits8"),

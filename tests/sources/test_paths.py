@@ -33,6 +33,11 @@ from weightvc.sources.paths import check_relative, check_together
         "é" * 128,
         "a/" + "x" * 256,
         "/".join(["x" * 200] * 21),
+        "/".join(["x" * 100] * 11),
+        ".weightvc",
+        ".weightvc/x",
+        "a/.weightvc",
+        "a/.WeightVC/b",
     ],
 )
 def test_unsafe_paths_are_refused(path):
@@ -40,7 +45,10 @@ def test_unsafe_paths_are_refused(path):
         check_relative(path)
 
 
-@pytest.mark.parametrize("path", ["a", "a/b.c", "...", ".hidden", "a b", "é" * 127, "x" * 255, "unet/xy:z", "-x"])
+@pytest.mark.parametrize(
+    "path",
+    ["a", "a/b.c", "...", ".hidden", ".weightvc.d", "x/" * 511 + "y", "a b", "é" * 127, "x" * 255, "unet/xy:z", "-x"],
+)
 def test_safe_paths_are_returned(path):
     assert check_relative(path) == path
 

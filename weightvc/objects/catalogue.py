@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weightvc.errors import Corrupt, Unsupported
-from weightvc.objects import frame, key, version
+from weightvc.objects import expect, frame, key, version
 from weightvc.objects.version import Edge, Version
 
 SEGMENT: Final = 4096
@@ -88,35 +88,36 @@ def from_json(fields: Any, what: str) -> Entry:
     try:
         commit = fields["op"] == COMMIT
         extra = {name: value for name, value in fields.items() if name not in _OWN[commit]}
+        sequence, name = expect.integer(fields["seq"], "seq"), expect.maybe_text(fields["name"], "name")
         if not commit:
             return Entry(
-                fields["op"],
-                fields["seq"],
-                fields["time"],
-                fields["author"],
-                fields["name"],
-                fields["old"],
-                fields["new"],
-                fields["message"],
+                expect.text(fields["op"], "op"),
+                sequence,
+                expect.integer(fields["time"], "time", 0, expect.TIME),
+                expect.text(fields["author"], "author"),
+                name,
+                expect.maybe_text(fields["old"], "old"),
+                expect.maybe_text(fields["new"], "new"),
+                expect.text(fields["message"], "message"),
                 extra=extra,
             )
         made = version.read(fields["record"])
         place = Place(
             manifest=key.checked(fields["manifest"], "manifest"),
             schema=key.checked(fields["schema"], "schema"),
-            layout=fields["layout"],
-            files=tuple(fields["files"]),
-            packs=fields["packs"],
-            edges=tuple(Edge(source, nbytes, changed) for source, nbytes, changed in fields["edges"]),
-            nbytes=fields["bytes"],
+            layout=None if fields["layout"] is None else key.checked(fields["layout"], "layout"),
+            files=tuple([key.checked(one, "file") for one in expect.array(fields["files"], "files")]),
+            packs=expect.integer(fields["packs"], "packs"),
+            edges=tuple([_edge(*one) for one in expect.array(fields["edges"], "edges")]),
+            nbytes=expect.integer(fields["bytes"], "bytes"),
         )
         return Entry(
             COMMIT,
-            fields["seq"],
+            sequence,
             made.time,
             made.author,
-            fields["name"],
-            fields["old"],
+            name,
+            expect.maybe_digest(fields["old"], "old"),
             made.id,
             made.message,
             made,
@@ -125,8 +126,16 @@ def from_json(fields: Any, what: str) -> Entry:
         )
     except Unsupported:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"{what} is corrupt: an entry of the catalogue: {error!r}") from None
+    except (Corrupt, *expect.MALFORMED) as error:
+        raise Corrupt(f"{what} is corrupt: an entry of the catalogue: {error!r:.300}") from None
+
+
+def _edge(source: object, nbytes: object, changed: object) -> Edge:
+    return Edge(
+        expect.maybe_digest(source, "an edge's source"),
+        expect.integer(nbytes, "an edge's bytes"),
+        expect.integer(changed, "an edge's changed"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +158,12 @@ def decode_segment(data: frame.Buffer, what: str) -> list[Entry]:
     if not isinstance(head.get("entries"), list):
         raise Corrupt(f"{what} is corrupt: it has no entries")
     return [from_json(fields, what) for fields in head["entries"]]
+
+
+def named(value: object, what: str) -> dict[str, str]:
+    """Version ids by name, checked. Raises ValueError."""
+    fields = expect.mapping(value, what)
+    return {expect.text(name, "a name"): expect.digest(ident, name) for name, ident in fields.items()}
 
 
 class Catalogue:

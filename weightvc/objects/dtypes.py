@@ -6,6 +6,7 @@ narrower than one (packed fp4 and fp6) or where the dtype is unknown.
 """
 
 from functools import lru_cache
+from typing import Final
 
 from weightvc.errors import BadTensor
 
@@ -36,6 +37,11 @@ BITS: dict[str, int] = {
 """Bits of one element, by dtype name."""
 
 
+RANK: Final = 64
+"""Extents of a shape at most: as many as numpy takes."""
+_END: Final = 1 << 63
+
+
 def bits(dtype: str) -> int:
     """Bits of one element of `dtype`. Raises BadTensor for a name that is not known."""
     try:
@@ -60,8 +66,22 @@ def count(shape: tuple[int, ...] | list[int]) -> int:
     return total
 
 
+def _shown(extent: int) -> str:
+    return str(extent) if abs(extent) < 1 << 64 else f"{extent.bit_length()} bits"
+
+
 @lru_cache(1 << 12)
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    if len(shape) > RANK:
+        raise BadTensor(f"a tensor has {len(shape)} extents, {RANK} at most: reshape it")
+    # Extents of 0 are passed over: no array library makes room for [0, 2^62] either.
+    room = bits(dtype)
+    for extent in shape:
+        if not 0 <= extent < _END:
+            raise BadTensor(f"a tensor has an extent of {_shown(extent)}: extents are from 0, and below 2^63")
+        room *= extent or 1
+    if room // 8 >= _END:
+        raise BadTensor(f"{dtype} tensor of shape {list(shape)} has 2^63 bytes or more: split it")
     total = bits(dtype) * count(shape)
     if total % 8:
         raise BadTensor(f"{dtype} tensor of shape {list(shape)} does not fill whole bytes")
@@ -69,6 +89,7 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...] | list[int]) -> int:
-    """Canonical bytes of a tensor. Raises BadTensor if packed elements do not fill whole bytes."""
+    """Canonical bytes of a tensor. Raises BadTensor if packed elements do not fill whole bytes, or if the shape has
+    more than RANK extents, a negative one, or 2^63 bytes or more."""
     # Few distinct shapes stand behind hundreds of thousands of tensors.
     return _nbytes(dtype, tuple(shape))

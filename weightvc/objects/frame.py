@@ -18,7 +18,8 @@ from typing import Any, Final
 import blake3 as _blake3
 import zstandard
 
-from weightvc.errors import Corrupt, Unsupported
+from weightvc.errors import Corrupt, Refused, Unsupported
+from weightvc.objects import expect
 
 MAGIC: Final = b"WVC"
 FORMAT: Final = 1
@@ -34,10 +35,35 @@ SCHEMA: Final = "C"
 LAYOUT: Final = "L"
 FILE: Final = "F"
 
-HEAD_LIMIT: Final = 256 << 20
-"""Most bytes that a head may decompress to: what a hostile object can make a reader allocate."""
-ROOT_LIMIT: Final = 16 << 20
-"""The same for a root, which no key vouches for."""
+HEAD_LIMITS: Final = {
+    ROOT: 16 << 20,
+    SEGMENT: 64 << 20,
+    PAGE: 16 << 20,
+    MANIFEST: 32 << 20,
+    SCHEMA: 64 << 20,
+    LAYOUT: 32 << 20,
+    FILE: 64 << 10,
+}
+"""Most bytes that a head may have, by kind. Parsed, it takes up to some 25 times as much memory: that, and no more,
+is what a hostile object of a few KiB can make a reader allocate."""
+_NAMES: Final = {
+    ROOT: "the root",
+    SEGMENT: "a segment",
+    PAGE: "the page of tags",
+    MANIFEST: "the manifest",
+    SCHEMA: "the schema",
+    LAYOUT: "the layout",
+    FILE: "a file object",
+}
+_SHORTEN: Final = {
+    ROOT: "delete branches that are not needed",
+    SEGMENT: "have fewer large side files",
+    PAGE: "delete tags that are not needed",
+    MANIFEST: "have fewer tensors or large side files in one version",
+    SCHEMA: "have fewer tensors, or shorter names",
+    LAYOUT: "have fewer files in one version",
+    FILE: "leave it out",
+}
 
 EMPTY_LIMIT: Final = 32
 """Bytes that a zstd frame of nothing can have, and more."""
@@ -112,10 +138,18 @@ def check_header(data: Buffer, kind: str, what: str) -> None:
 
 
 def encode(kind: str, head: dict[str, Any], sections: Sequence[Buffer] = ()) -> bytes:
-    """An object of `kind`; `head` gains the key "sections" where there are any."""
+    """An object of `kind`; `head` gains the key "sections" where there are any.
+
+    Raises Refused if the head is larger than readers accept, saying what to shorten.
+    """
     if sections:
         head = {**head, "sections": [len(section) for section in sections]}
-    packed = compress(canonical(head))
+    text = canonical(head)
+    if len(text) > HEAD_LIMITS[kind]:
+        raise Refused(
+            f"{_NAMES[kind]} would have a head of {len(text)} bytes, {HEAD_LIMITS[kind]} at most: {_SHORTEN[kind]}"
+        )
+    packed = compress(text)
     body = b"".join([struct.pack("<I", len(packed)), packed, *sections])
     if kind == ROOT:
         body = digest(body) + body
@@ -136,14 +170,13 @@ def decode(kind: str, data: Buffer, what: str) -> tuple[dict[str, Any], list[mem
     if len(body) < 4 + length:
         raise Corrupt(f"{what} is corrupt: cut short")
     try:
-        limit = ROOT_LIMIT if kind == ROOT else HEAD_LIMIT
-        head = json.loads(decompress(body[4 : 4 + length], limit, what))
-    except (ValueError, RecursionError) as error:
+        head = expect.parse(decompress(body[4 : 4 + length], HEAD_LIMITS[kind], what).decode())
+    except expect.MALFORMED as error:
         raise Corrupt(f"{what} is corrupt: {error}") from None
     if not isinstance(head, dict):
         raise Corrupt(f"{what} is corrupt: its head is not an object")
     lengths = head.get("sections", [])
-    if not isinstance(lengths, list) or not all(isinstance(n, int) and n >= 0 for n in lengths):
+    if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
         raise Corrupt(f"{what} is corrupt: its sections have no lengths")
     rest = body[4 + length :]
     if sum(lengths) != len(rest):
@@ -156,6 +189,9 @@ def decode(kind: str, data: Buffer, what: str) -> tuple[dict[str, Any], list[mem
 
 
 def check_type(found: object, wanted: str, what: str) -> None:
-    """Raise Unsupported unless an object says that it is what this reader knows, such as "manifest 1"."""
+    """Raise Unsupported unless an object says that it is what this reader knows, such as "manifest 1"; Corrupt if it
+    says nothing."""
+    if not isinstance(found, str):
+        raise Corrupt(f"{what} is corrupt: it does not say what it is, where {wanted!r} is expected")
     if found != wanted:
         raise Unsupported(f"{what} is a {found!r:.100}, and this weightvc reads {wanted!r}: upgrade weightvc")

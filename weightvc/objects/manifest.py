@@ -9,21 +9,27 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from weightvc import __version__
 from weightvc.errors import Corrupt, Unsupported
-from weightvc.objects import dtypes, frame, key, version
+from weightvc.objects import expect, frame, key, version
 from weightvc.objects.schema import CHUNK, Schema
 from weightvc.objects.version import Version
 
 SAME: Final = 0
 """Codec of a block that equals its source chunks; it takes no bytes."""
+CONTEXT: Final = 6
+"""Codec of a block of one dtype, coded with the patch's tables of that dtype (docs/patch.md)."""
 REF: Final = 5
 """Codec of a block of one chunk that equals an earlier chunk of the same tree: u32, that chunk's number."""
 BLOCK: Final = 4 << 20
 """Bytes that a block covers at most."""
+BLOCK_LIMIT: Final = 64 << 20
+"""The same for any writer's blocks: a reader holds a few whole."""
+PACK_LIMIT: Final = 64 << 20
+"""Payload bytes of any writer's packs, at most."""
 LONE: Final = 16 << 10
 """A chunk of at least so many bytes has a block of its own: it can be fetched, and stored once, alone."""
 INLINE: Final = 4 << 20
@@ -40,7 +46,7 @@ class Stream:
     codecs: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     checks: list[int] = field(default_factory=list)
-    """Of each SPARSE or DENSE block: check() of the old lanes that it changes; else 0."""
+    """Of each SPARSE, DENSE or CONTEXT block: check() of the old lanes that it changes; else 0."""
     packs: list[tuple[str, int]] = field(default_factory=list)
     inline: frame.Buffer = b""
     first: list[int] = field(default_factory=list)
@@ -93,6 +99,8 @@ class Patch:
     stream: Stream
     moved: dict[int, int]
     changed: int
+    tables: dict[str, bytes] = field(default_factory=dict)
+    """What CONTEXT blocks of a dtype are coded with, by dtype."""
 
 
 @dataclass(slots=True)
@@ -136,6 +144,9 @@ def encode(manifest: Manifest) -> bytes:
         head["patch"]["changed"] = manifest.patch.changed
         head["patch"]["from"] = manifest.patch.source
         head["patch"]["moved"] = sorted(manifest.patch.moved.items())
+        if manifest.patch.tables:
+            head["patch"]["tables"] = list(manifest.patch.tables)
+            sections += manifest.patch.tables.values()
     return frame.encode(frame.MANIFEST, head, sections)
 
 
@@ -145,6 +156,8 @@ def decode(data: frame.Buffer, what: str) -> Manifest:
     try:
         frame.check_type(head["weightvc"], "manifest 1", what)
         digests = bytes(sections.pop(0))
+        if len(digests) % 32:
+            raise ValueError(f"{len(digests)} bytes of digests")
         streams = {}
         for name in ("base", "patch"):
             if name in head:
@@ -152,26 +165,45 @@ def decode(data: frame.Buffer, what: str) -> Manifest:
         patch = None
         if "patch" in head:
             fields = head["patch"]
-            moved = {int(i): int(j) for i, j in fields["moved"]}
-            patch = Patch(str(fields["from"]), streams["patch"], moved, int(fields["changed"]))
+            moved = {
+                expect.integer(i, "moved"): expect.integer(j, "moved", -1)
+                for i, j in expect.array(fields["moved"], "moved")
+            }
+            changed = expect.integer(fields["changed"], "changed")
+            tables = {
+                expect.text(dtype, "tables"): bytes(sections.pop(0))
+                for dtype in expect.array(fields.get("tables", []), "tables")
+            }
+            patch = Patch(expect.digest(fields["from"], "from"), streams["patch"], moved, changed, tables)
         if not streams:
             raise ValueError("it has neither base nor patch")
+        schema_digest, schema = expect.array(head["schema"], "schema")
         return Manifest(
             version=version.read(head["record"]),
-            branch=head["branch"],
-            schema=key.checked(head["schema"][1], "schema"),
-            schema_digest=head["schema"][0],
-            layout=head["layout"],
-            files=dict(head["files"]),
+            branch=expect.maybe_text(head["branch"], "branch"),
+            schema=key.checked(schema, "schema"),
+            schema_digest=expect.digest(schema_digest, "schema"),
+            layout=None if head["layout"] is None else key.checked(head["layout"], "layout"),
+            files={
+                expect.digest(content, "files"): key.checked(name, "file")
+                for content, name in expect.mapping(head["files"], "files").items()
+            },
             digests=digests,
             base=streams.get("base"),
             patch=patch,
-            writer=str(head["writer"]),
+            writer=expect.text(head["writer"], "writer"),
         )
     except Unsupported:
         raise
-    except (KeyError, TypeError, IndexError, ValueError, struct.error) as error:
-        raise Corrupt(f"{what} is corrupt: {error!r}") from None
+    except (Corrupt, *expect.MALFORMED) as error:
+        raise _named(what, error) from None
+
+
+def _named(what: str, error: Exception) -> Corrupt:
+    """`error` as a fault of the object `what`, if it does not name that already."""
+    if isinstance(error, Corrupt) and str(error).startswith(what):
+        return error
+    return Corrupt(f"{what} is corrupt: {error!r:.300}")
 
 
 def _stream(head: dict[str, Any], index: memoryview, inline: memoryview, chunks: int, what: str) -> Stream:
@@ -184,9 +216,10 @@ def _stream(head: dict[str, Any], index: memoryview, inline: memoryview, chunks:
     codecs = list(raw[4 + 4 * n : 4 + 5 * n])
     lengths = list(struct.unpack_from(f"<{n}I", raw, 4 + 5 * n))
     checks = list(struct.unpack_from(f"<{n}I", raw, 4 + 9 * n))
-    packs = [(str(k), int(size)) for k, size in head["packs"]]
-    for k, _ in packs:
-        key.parse(k, "pack")
+    packs = [
+        (key.checked(k, "pack"), expect.integer(size, "a pack's bytes", 0, PACK_LIMIT + 1))
+        for k, size in expect.array(head["packs"], "packs")
+    ]
     stream = Stream(counts, codecs, lengths, checks, packs, inline).seal()
     stored = stream.starts[-1] if packs else len(inline)
     if 0 in counts or stream.first[-1] != chunks or stored != stream.nbytes or (packs and len(inline)):
@@ -197,26 +230,48 @@ def _stream(head: dict[str, Any], index: memoryview, inline: memoryview, chunks:
     return stream
 
 
+def check_blocks(stream: Stream, schema: Schema, what: str) -> None:
+    """Raise Corrupt naming `what` unless the blocks cover a schema's chunks, each having one lane width and at most
+    BLOCK_LIMIT bytes. Takes memory by the number of blocks alone: to be called before the schema's positions are
+    asked for, unless Tree has seen that there is a digest a chunk."""
+    if stream.first[-1] != schema.chunks:
+        raise Corrupt(f"{what} is corrupt: blocks of {stream.first[-1]} chunks where its schema has {schema.chunks}")
+    borders = set(stream.first)
+    for chunk in schema.lane_borders:
+        if chunk not in borders:
+            raise Corrupt(f"{what} is corrupt: a block has lanes of two widths, at chunk {chunk}")
+    if max(stream.counts, default=0) * CHUNK > BLOCK_LIMIT:
+        for low, high in pairwise(stream.first):
+            if schema.position(high) - schema.position(low) > BLOCK_LIMIT:
+                raise Corrupt(f"{what} is corrupt: its block of chunks {low} to {high} has over {BLOCK_LIMIT} bytes")
+
+
 def check(old: frame.Buffer) -> int:
     """The first 4 bytes of the blake3 of old lanes, little-endian: tells an in-place reader a wrong target apart."""
     return int.from_bytes(frame.digest(old)[:4], "little")
 
 
 def blocks(schema: Schema, sources: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Cut a tree's chunks into blocks [low, high) of one lane width. `sources` has the source chunk of each (-1 for
+    """Cut a tree's chunks into blocks [low, high) of one dtype. `sources` has the source chunk of each (-1 for
     none): a block has either all or none; None says that all have one."""
     out: list[tuple[int, int]] = []
-    low, held, kind = 0, 0, (0, True)
-    lanes = {dtype: dtypes.lane(dtype) for dtype in {tensor.dtype for tensor in schema.tensors}}
+    low, held, kind = 0, 0, ("", True)
     chunk = 0
     for tensor in schema.tensors:
-        lane, rest = lanes[tensor.dtype], tensor.nbytes
+        rest = tensor.nbytes
         while rest:
             size = min(rest, CHUNK)
             rest -= size
-            this = (lane, sources is None or sources[chunk] >= 0)
+            this = (tensor.dtype, sources is None or sources[chunk] >= 0)
             lone = size >= LONE
-            if chunk > low and (lone or held + size > BLOCK or this != kind):
+            # A block's sources lie side by side in the old tree, so that a reader finds them in few blocks.
+            broken = (
+                sources is not None
+                and chunk > low
+                and sources[chunk] >= 0
+                and sources[chunk] != sources[chunk - 1] + 1
+            )
+            if chunk > low and (lone or held + size > BLOCK or this != kind or broken):
                 out.append((low, chunk))
                 low, held = chunk, 0
             kind = this

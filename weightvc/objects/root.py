@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from weightvc.errors import Corrupt, Unsupported
-from weightvc.objects import catalogue, frame, key
+from weightvc.objects import catalogue, expect, frame, key, version
 from weightvc.objects.catalogue import Entry, SegmentRef
 
 RING: Final = 128
@@ -42,7 +42,14 @@ class Root:
         return self.ring[-1]
 
     def next(self, **changes: Any) -> "Root":
-        """The root that replaces this one: next sequence number, fresh write id, and `changes`."""
+        """The root that replaces this one: next sequence number, fresh write id, and `changes`.
+
+        Raises Refused if the newest entry of a changed tail has a message or author that the root has no room for.
+        """
+        tail = changes.get("tail", ())
+        # Only what is new: an entry that stands there must never be in the way of the next.
+        if tail and tail[-1] not in self.tail:
+            version.check_words(tail[-1].message, tail[-1].author)
         ring = (*self.ring, secrets.token_hex(16))[-RING:]
         return replace(self, sequence=self.sequence + 1, ring=ring, **changes)
 
@@ -66,7 +73,7 @@ def first(default: str, now: int, probe: Mapping[str, Any]) -> Root:
 
 
 def encode(root: Root) -> bytes:
-    """The root as a stored object."""
+    """The root as a stored object. Raises Refused if it is larger than readers accept."""
     return frame.encode(
         frame.ROOT,
         {
@@ -110,24 +117,30 @@ def decode(data: frame.Buffer, what: str) -> Root:
     head, _ = frame.decode(frame.ROOT, data, what)
     try:
         frame.check_type(head["weightvc"], "root 1", what)
-        segments = tuple(SegmentRef(k, count) for k, count in head["segments"])
-        for segment in segments:
-            key.parse(segment.key, "segment")
+        segments = tuple(
+            [
+                SegmentRef(key.checked(k, "segment"), expect.integer(count, "a segment's entries"))
+                for k, count in expect.array(head["segments"], "segments")
+            ]
+        )
+        ring = tuple([expect.random(one, "a write id") for one in expect.array(head["ring"], "ring")])
+        if not ring:
+            raise ValueError("ring is empty")
         return Root(
-            repository=head["repository"],
-            sequence=head["sequence"],
-            created=head["created"],
-            default=head["default"],
-            branches=dict(head["branches"]),
-            tags=head["tags"],
-            tail=tuple(catalogue.from_json(fields, what) for fields in head["tail"]),
+            repository=expect.random(head["repository"], "repository"),
+            sequence=expect.integer(head["sequence"], "sequence", 1),
+            created=expect.integer(head["created"], "created", 0, expect.TIME),
+            default=expect.text(head["default"], "default"),
+            branches=catalogue.named(head["branches"], "branches"),
+            tags=None if head["tags"] is None else key.checked(head["tags"], "page"),
+            tail=tuple([catalogue.from_json(fields, what) for fields in expect.array(head["tail"], "tail")]),
             segments=segments,
-            ring=tuple(head["ring"]),
-            horizon=head["horizon"],
-            probe=dict(head["probe"]),
+            ring=ring,
+            horizon=expect.integer(head["horizon"], "horizon"),
+            probe=expect.mapping(head["probe"], "probe"),
             extra={name: value for name, value in head.items() if name not in _OWN},
         )
     except Unsupported:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"{what} is corrupt: {error!r}") from None
+    except expect.MALFORMED as error:
+        raise Corrupt(f"{what} is corrupt: {error!r:.300}") from None

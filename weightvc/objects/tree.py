@@ -18,7 +18,9 @@ class Tree:
 
     def __init__(self, schema: Schema, digests: bytes) -> None:
         if len(digests) != frame.DIGEST_SIZE * schema.chunks:
-            raise Corrupt(f"{len(digests)} bytes of digests where {schema.chunks} chunks need {32 * schema.chunks}")
+            raise Corrupt(
+                f"{len(digests) // 32} digests where the schema {schema.digest[:12]} has {schema.chunks} chunks"
+            )
         self.schema = schema
         self.digests = digests
 

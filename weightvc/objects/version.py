@@ -1,16 +1,19 @@
 """A version's record, whose canonical bytes make its id, and what the catalogue knows of where it lies."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weightvc.errors import Corrupt, Refused, Unsupported
-from weightvc.objects import frame
+from weightvc.objects import expect, frame
 
 RECORD_LIMIT: Final = 8 << 10
 """Bytes of a record at most: it stands in the root for a while, which has to stay small."""
+MESSAGE_LIMIT: Final = 4 << 10
+"""Bytes of a message at most, for the same reason."""
+AUTHOR_LIMIT: Final = 256
+"""Bytes of an author at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,17 @@ class Version:
         return self.id[:12]
 
 
+def check_words(message: object, author: object) -> None:
+    """Raise Refused unless message and author are texts, short enough to stand in the root."""
+    for name, value, limit in (("message", message, MESSAGE_LIMIT), ("author", author, AUTHOR_LIMIT)):
+        try:
+            size = len(expect.text(value, name).encode())
+        except ValueError:
+            raise Refused(f"{name}={value!r:.100}: {name} has to be a text that UTF-8 can say") from None
+        if size > limit:
+            raise Refused(f"the {name} has {size} bytes, {limit} at most: shorten it")
+
+
 def make(
     *,
     tree: str,
@@ -69,13 +83,21 @@ def make(
     nbytes: int,
     now: int | None = None,
 ) -> Version:
-    """Make a version's record and id. Raises Refused for labels or metadata that JSON cannot keep exactly."""
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise Refused(f"step={step!r}: a step is a whole number from 0")
-    if run is not None and not isinstance(run, str):
-        raise Refused(f"run={run!r}: a run is a string")
-    if not isinstance(message, str):
-        raise Refused(f"message={message!r}: a message is a string")
+    """Make a version's record and id.
+
+    Raises Refused for texts that are too long, labels or metadata that JSON cannot keep exactly, and a clock that
+    is out of its mind.
+    """
+    if step is not None and (type(step) is not int or not 0 <= step < expect.INTEGER):
+        raise Refused(f"step={step!r:.100}: a step is a whole number from 0, and below 2^63")
+    try:
+        expect.maybe_text(run, "run")
+    except ValueError:
+        raise Refused(f"run={run!r:.100}: a run is a text that UTF-8 can say") from None
+    check_words(message, author)
+    now = time.time_ns() // 1000 if now is None else now
+    if not 0 <= now < expect.TIME:
+        raise Refused(f"the clock says {now} microseconds since 1970: set it")
     labels = {k: v for k, v in (("run", run), ("step", step)) if v is not None}
     fields = {
         "author": author,
@@ -87,13 +109,13 @@ def make(
         "metadata": dict(metadata or {}),
         "nbytes": nbytes,
         "parents": [p.id for p in parents],
-        "time": time.time_ns() // 1000 if now is None else now,
+        "time": now,
         "tree": tree,
         "weightvc": "version 1",
     }
     try:
         record = frame.canonical(fields)
-        if json.loads(record) != fields:
+        if expect.parse(record.decode()) != fields:
             raise ValueError("it does not come back the same from JSON")
     except (TypeError, ValueError, RecursionError) as error:
         raise Refused(f"metadata cannot be kept exactly as JSON: {error}; use strings and numbers") from None
@@ -108,26 +130,27 @@ def make(
 def read(record: str) -> Version:
     """A version from its record. Raises Corrupt if it is not one."""
     try:
-        fields = json.loads(record)
+        fields = expect.parse(expect.text(record, "the record"))
         frame.check_type(fields["weightvc"], "version 1", "a version's record")
-        labels = fields["labels"]
+        labels = expect.mapping(fields["labels"], "labels")
+        step = labels.get("step")
         return Version(
             id=frame.digest(record.encode()).hex(),
             record=record,
-            tree=fields["tree"],
-            layout=fields["layout"],
-            parents=tuple(fields["parents"]),
-            generation=fields["generation"],
-            step=labels.get("step"),
-            run=labels.get("run"),
-            message=fields["message"],
-            author=fields["author"],
-            time=fields["time"],
-            metadata=fields["metadata"],
-            elements=fields["elements"],
-            nbytes=fields["nbytes"],
+            tree=expect.digest(fields["tree"], "tree"),
+            layout=expect.maybe_digest(fields["layout"], "layout"),
+            parents=tuple([expect.digest(one, "a parent") for one in expect.array(fields["parents"], "parents")]),
+            generation=expect.integer(fields["generation"], "generation"),
+            step=None if step is None else expect.integer(step, "step"),
+            run=expect.maybe_text(labels.get("run"), "run"),
+            message=expect.text(fields["message"], "message"),
+            author=expect.text(fields["author"], "author"),
+            time=expect.integer(fields["time"], "time", 0, expect.TIME),
+            metadata=expect.mapping(fields["metadata"], "metadata"),
+            elements=expect.integer(fields["elements"], "elements"),
+            nbytes=expect.integer(fields["nbytes"], "nbytes"),
         )
     except Unsupported:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except expect.MALFORMED as error:
         raise Corrupt(f"a version's record is corrupt: {error!r}") from None

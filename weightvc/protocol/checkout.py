@@ -1,185 +1,48 @@
-"""Checkout: a version's files, built beside the target, checked, and swapped in by a rename.
+"""Checkout: files are built beside the target, checked, and swapped in by a rename; nobody's work goes with the old.
 
-A directory gets the layout that was committed, byte for byte. It also gets a small file, .weightvc, that says which
-version of which repository it holds.
+A checked-out directory also has a small file, .weightvc, that says which version of which repository it holds, and
+what its files looked like when they were written. What has appeared or changed since is somebody's work: it is looked
+for before anything is fetched, before the swap, and once more in what was swapped out, which goes back if need be.
 """
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weightvc.errors import AccessDenied, BadFile, Corrupt, Refused, Unavailable
+from weightvc.errors import AccessDenied, BadFile, Refused, Unavailable, WeightvcError
 from weightvc.objects import frame
-from weightvc.objects.layout import Stored
-from weightvc.objects.schema import CHUNK, Schema
-from weightvc.objects.tensor import TensorInfo
-from weightvc.objects.version import Version
-from weightvc.protocol import parallel
-from weightvc.protocol.state import Verified
-from weightvc.sources import header, paths
+from weightvc.protocol.files import File
+from weightvc.sources.paths import MARKER
 
-MARKER: Final = ".weightvc"
-_ZERO_CHUNK: Final = frame.digest(bytes(CHUNK))
+_MARKER_LIMIT: Final = 256 << 20
+_ID: Final = re.compile(r"[0-9a-f]{64}")
 
-Progress = Callable[[int, int], None]
-
-
-@dataclass(slots=True)
-class File:
-    """A file to write: its first bytes, its whole size, and where tensors go (by number in the schema)."""
-
-    path: str
-    size: int
-    content: frame.Buffer
-    places: list[tuple[int, int]]
+Stat = tuple[int, int, int, int]
+"""Size in bytes, time of modification and of change (ns), inode: what differs once a file was touched."""
+UNKNOWN: Final[Stat] = (-1, -1, -1, -1)
+"""No file looks like this: its bytes have to be compared."""
+Fill = Callable[[Path], None]
 
 
-def files(schema: Schema, stored: Stored | None) -> list[File]:
-    """The files of a version: as they lay, or one model.safetensors a component if it came from memory.
-
-    Raises Corrupt, or BadName for a path that must not be written.
-    """
-    if stored is None:
-        components: dict[str, list[TensorInfo]] = {}
-        for tensor in schema.tensors:
-            components.setdefault(tensor.component, []).append(tensor)
-        return [
-            single(schema, tensors, f"{component}/model.safetensors" if component else "model.safetensors")
-            for component, tensors in (components or {"": []}).items()
-        ]
-    out = []
-    placed = 0
-    for entry in stored.entries:
-        paths.check_relative(entry.path)
-        if entry.path.partition("/")[0] == MARKER:
-            raise Corrupt(f"the layout has a file {entry.path!r}, which is the checkout's own")
-        content = stored.contents[entry.content]
-        if len(content) != entry.length or (not entry.weights and entry.length != entry.size):
-            raise Corrupt(f"the layout's {entry.path!r} has {len(content)} bytes where {entry.length} are promised")
-        places = []
-        if entry.weights:
-            component = entry.path.rpartition("/")[0]
-            tensors = header.read_header(_reader(content), entry.size, entry.path).tensors
-            for name, dtype, shape, begin, _ in tensors:
-                i = schema.index.get((component, name), -1)
-                if i < 0 or (schema.tensors[i].dtype, schema.tensors[i].shape) != (dtype, shape):
-                    raise Corrupt(f"the layout's {entry.path!r} has a tensor {name[:200]!r} that the tree has not")
-                places.append((i, begin))
-                placed += 1
-        out.append(File(entry.path, entry.size, content, places))
-    if placed != len(schema.tensors):
-        raise Corrupt(f"the layout places {placed} tensors of {len(schema.tensors)}")
-    paths.check_together([file.path for file in out])
-    return out
-
-
-def _reader(content: frame.Buffer) -> Callable[[int, int], bytes]:
-    return lambda start, stop: bytes(content[start:stop])
-
-
-def single(schema: Schema, tensors: Sequence[TensorInfo], path: str) -> File:
-    """One safetensors file of some tensors, as the safetensors library would write it."""
-    prefix = header.build_header(tensors)
-    places, at = [], len(prefix)
-    for tensor in header.order(tensors):
-        places.append((schema.index[tensor.component, tensor.name], at))
-        at += tensor.nbytes
-    return File(path, at, prefix, places)
-
-
-def write(
-    verified: Verified,
-    plan: Sequence[File],
-    directory: Path,
-    *,
-    also: Callable[[int, frame.Buffer], None] | None,
-    progress: Progress | None,
-) -> None:
-    """Write all files below `directory`, which is empty, and sync them. `also` is given the canonical stream.
-
-    Raises Unavailable (a full disk), AccessDenied, Corrupt, or what the store raises.
-    """
+@contextlib.contextmanager
+def local_errors(what: object) -> Iterator[None]:
+    """Turn an OSError of a local file operation into the typed error for it, naming `what`."""
     try:
-        target: dict[int, tuple[int, int]] = {}
-        descriptors: list[int] = []
-        with contextlib.ExitStack() as stack:
-            for file in plan:
-                path = directory / file.path
-                path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                stack.callback(os.close, descriptor)
-                descriptors.append(descriptor)
-                _write_all(descriptor, file.content, 0)
-                os.ftruncate(descriptor, file.size)
-                for tensor, at in file.places:
-                    target[tensor] = (descriptor, at)
-            _fill(verified, target, also, progress)
-            for descriptor in descriptors:
-                os.fsync(descriptor)
+        yield
+    except WeightvcError:
+        raise  # a store's errors are OSErrors too
     except OSError as error:
-        raise local_error(error, str(directory)) from error
-
-
-def _fill(
-    verified: Verified,
-    target: dict[int, tuple[int, int]],
-    also: Callable[[int, frame.Buffer], None] | None,
-    progress: Progress | None,
-) -> None:
-    schema = verified.tree.schema
-
-    def work(block: tuple[int, int]) -> int:
-        low, high = block
-        data = memoryview(verified.read(low, high))
-        if also is not None:
-            also(schema.position(low), data)
-        # A chunk of zeros stays a hole in the file, which reads the same and takes no disk.
-        if high - low > 1 or len(data) < CHUNK or verified.tree.chunk(low) != _ZERO_CHUNK:
-            for descriptor, to, start, stop in _runs(schema, target, low, high):
-                _write_all(descriptor, data[start:stop], to)
-        return len(data)
-
-    done = 0
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-checkout") as pool:
-        for size in parallel.ordered(pool, work, verified.blocks(), 2 * parallel.workers() + 2):
-            done += size
-            if progress is not None:
-                progress(done, schema.nbytes)
-
-
-def _runs(
-    schema: Schema, target: dict[int, tuple[int, int]], low: int, high: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """(descriptor, where to, start, stop): the pieces of a block that lie together in a file, as few as can be."""
-    tensor, first, _ = schema.span(low)
-    last = schema.tensor_of(high - 1)
-    origin, end = schema.positions[low], schema.positions[high]
-    descriptor, to = target[tensor]
-    to += first
-    start = at = 0
-    for t in range(tensor, last + 1):
-        d, position = target[t] if t > tensor else (descriptor, to)
-        if (d, position) != (descriptor, to + at - start):
-            yield descriptor, to, start, at
-            descriptor, to, start = d, position, at
-        at = min(schema.offset[t + 1], end) - origin
-    yield descriptor, to, start, at
-
-
-def _write_all(descriptor: int, data: frame.Buffer, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(descriptor, view, at)
-        view, at = view[done:], at + done
+        raise local_error(error, str(what)) from error
 
 
 def local_error(error: OSError, what: str) -> Exception:
@@ -190,184 +53,434 @@ def local_error(error: OSError, what: str) -> Exception:
         return Unavailable(f"{what}: {error.strerror}: make space and run it again; what was there is as it was")
     if error.errno in (errno.EBUSY, errno.EXDEV):
         return Refused(f"{what} is a mount point, which cannot be swapped by a rename: name a directory inside it")
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return Refused(f"{what}: {error.strerror}: choose another path")
+    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
+        return Refused(f"{what}: {error.strerror}: something is in the way: move it away, or choose another path")
     return Unavailable(f"{what}: {error}")
 
 
-# The marker
+# What a directory holds
 
 
 @dataclass(slots=True)
 class Marker:
-    """What .weightvc in a checked-out directory says. `files` has size and mtime (ns) of each file as written."""
+    """What .weightvc in a checked-out directory says. `files` has each file as it was when it was written."""
 
     repository: str
     version: str
     branch: str | None
-    files: dict[str, tuple[int, int]]
+    files: Mapping[str, Stat]
 
 
 def read_marker(directory: Path) -> Marker | None:
     """The marker of a directory, or None; a marker that cannot be read counts as none."""
     try:
-        fields: Any = json.loads((directory / MARKER).read_text())
-        stats = {str(path): (int(size), int(mtime)) for path, (size, mtime) in fields["files"].items()}
-        return Marker(str(fields["repository"]), str(fields["version"]), fields["branch"], stats)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        # Whatever lies there under this name must neither hang us nor fill the memory.
+        descriptor = os.open(directory / MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MARKER_LIMIT:
+                return None
+            fields: Any = json.loads(file.read(_MARKER_LIMIT))
+        made = Marker(fields["repository"], fields["version"], fields["branch"], _stats(fields["files"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    named = isinstance(made.repository, str) and made.repository and isinstance(made.version, str)
+    on = made.branch is None or isinstance(made.branch, str)
+    return made if named and on and _ID.fullmatch(made.version) else None
 
 
-def _write_marker(directory: Path, url: str, made: Version, branch: str | None, plan: Sequence[File]) -> None:
-    stats = {}
-    for file in plan:
-        status = (directory / file.path).stat()
-        stats[file.path] = (status.st_size, status.st_mtime_ns)
-    fields = {"repository": url, "version": made.id, "branch": branch, "files": stats}
-    (directory / MARKER).write_text(json.dumps(fields, indent=1) + "\n")
+def _stats(fields: Any) -> dict[str, Stat]:
+    found = {}
+    for path, (size, modified, changed, inode) in fields.items():
+        if not all(type(number) is int for number in (size, modified, changed, inode)):
+            raise ValueError(path)
+        found[path] = (size, modified, changed, inode)
+    return found
+
+
+def write_marker(path: Path, marker: Marker) -> None:
+    """Write a marker as the file `path`, and sync it. Raises OSError."""
+    with path.open("x") as file:
+        file.write(json.dumps(asdict(marker), indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def scan(directory: Path) -> dict[str, Stat]:
+    """Everything below a directory that is no folder, by path; nothing if there is no such directory.
+
+    Links are not followed. An empty folder stands there too, with a slash behind its path. Raises OSError for a
+    folder that cannot be listed: what is in it is not known to be nothing.
+    """
+    found: dict[str, Stat] = {}
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(directory / folder) as entries:
+                listed = list(entries)
+        except FileNotFoundError:
+            continue
+        if folder and not listed:
+            found[f"{folder}/"] = UNKNOWN
+        for entry in listed:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    found[path] = _stat(directory / path)
+    return found
+
+
+def _stat(path: Path) -> Stat:
+    status = os.lstat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def foreign(found: Mapping[str, Stat], marker: Marker | None) -> list[str]:
+    """Of what a scan found, the files that the marker does not list: no checkout put them there."""
+    known: Mapping[str, Stat] = marker.files if marker else {}
+    return sorted(path for path in found if path not in known and path[-1] != "/" and not (marker and path == MARKER))
+
+
+def touched(found: Mapping[str, Stat], marker: Marker) -> list[str]:
+    """Files of the marker that do not look as they did when they were written; those that are gone do not count."""
+    return [path for path, known in marker.files.items() if found.get(path, known) != known]
+
+
+def some(paths: Sequence[str]) -> str:
+    """A few paths for a message."""
+    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+
+
+def _above(paths: Iterable[str]) -> set[str]:
+    """The folders that paths lie in."""
+    found: set[str] = set()
+    for path in paths:
+        while (path := path.rpartition("/")[0]) and path not in found:
+            found.add(path)
+    return found
 
 
 # Swapping in
 
 
-def to_directory(
-    target: Path,
-    fill: Callable[[Path], Sequence[File]],
-    made: Version,
-    url: str,
-    branch: str | None,
-    *,
-    force: bool,
-) -> None:
-    """Build the files beside `target` with fill(), then put them in its place by a rename.
+class Directory:
+    """A directory to check out into: as it is found now, so that what appears in it later is not lost."""
 
-    Files in `target` that are not the version's that it holds are named and refused; with `force` they are carried
-    over, and one in the way of a file of the version is replaced. Raises Refused, BadFile, Unavailable.
-    """
-    target = Path(os.path.realpath(target))
-    if target.exists() and not target.is_dir():
-        raise BadFile(f"{target} is a file, not a directory: name a directory, or a path ending in .safetensors")
-    strangers = foreign(target)
-    if strangers and not force:
-        names = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
-        raise Refused(
-            f"{target} has files that no checkout put there: {names}; choose another directory, or --force to keep "
-            "them beside the version's"
+    def __init__(self, target: Path, *, force: bool, replace: bool) -> None:
+        """With `force`, foreign files are kept beside the version's, and those in the way of one of its files go.
+        With `force` or `replace`, files that were changed since their checkout go.
+
+        Raises Refused for foreign files without `force`, and for a target that cannot be swapped; BadFile for a file;
+        AccessDenied, Unavailable.
+        """
+        self.target = target = Path(os.path.realpath(target))
+        self._force = force
+        self._replace = replace
+        with local_errors(target):
+            if target.parent.is_dir():
+                _clear(target)
+            self._check()
+            self.found = scan(target)
+            self.marker = read_marker(target)
+        self._foreign = foreign(self.found, self.marker)
+        if self._foreign and not force:
+            raise Refused(
+                f"{target} has files that no checkout put there: {some(self._foreign)}; choose another directory, or "
+                "--force to keep them beside the version's"
+            )
+
+    def _check(self) -> None:
+        target = self.target
+        if os.path.lexists(target) and not target.is_dir():
+            raise BadFile(f"{target} is a file, not a directory: name a directory, or a path ending in .safetensors")
+        if target.parent == target or os.path.ismount(target):
+            raise Refused(
+                f"{target} is a mount point, which cannot be swapped by a rename: name a directory inside it"
+            )
+        if (target / MARKER).is_dir():
+            raise Refused(f"{target} has a repository in it ({MARKER}): choose another directory, or one inside it")
+        try:
+            here = Path(os.getcwd())
+        except OSError:
+            return
+        if here == target or target in here.parents:
+            # The swap would leave it, and the shell around it, in a directory that is deleted.
+            raise Refused(
+                f"the working directory lies in {target}, which a checkout puts a new directory in place of: go out "
+                "of it first (cd ..)"
+            )
+
+    def put(self, plan: Sequence[File], fill: Fill, marker: Marker) -> None:
+        """Have fill() write the files of `plan` into an empty directory, and put that in the target's place.
+
+        The marker's `files` are filled in. Raises Refused, AccessDenied, Unavailable, and what fill() raises; then
+        the target is as it was.
+        """
+        self._check_ways({file.path for file in plan})
+        with local_errors(self.target):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            with _Workspace(self.target) as work:
+                fill(work.new)
+                carried = self._carry(work.new)
+                self._keep_modes(work.new, plan)
+                marker.files = {file.path: _stat(work.new / file.path) for file in plan}
+                write_marker(work.new / MARKER, marker)
+                if self.target.exists():
+                    os.chmod(work.new, self.target.stat().st_mode & 0o7777)
+                for parent, _, _ in os.walk(work.new):
+                    _sync_directory(Path(parent))
+                self._swap(work, carried)
+
+    def _check_ways(self, coming: set[str]) -> None:
+        """Refuse where a foreign file and the version's need one path to be a file and a folder."""
+        folders = _above(coming)
+        for path in self._foreign:
+            if path in folders or not coming.isdisjoint(_above([path])):
+                raise Refused(f"{self.target / path} is in the way of the version's files: move it away")
+
+    def _carry(self, new: Path) -> dict[str, tuple[bool, Stat]]:
+        """Give foreign files a second name in the new directory: until the swap they stand in both. Empty folders are
+        made anew. Returns whether each file was linked (or else copied), and how it then looks in the old one."""
+        carried = {}
+        for path in self._foreign:
+            if path != MARKER and not os.path.lexists(new / path):
+                self._make_folder(new, path.rpartition("/")[0])
+                carried[path] = _carried(self.target / path, new / path)
+        left = _above(self.marker.files) if self.marker else set()
+        for path in self.found:
+            if path[-1] == "/" and path[:-1] not in left:
+                # Something of the version's may be in the way: there is nothing in the folder that could be lost.
+                with contextlib.suppress(FileExistsError, NotADirectoryError):
+                    self._make_folder(new, path[:-1])
+        return carried
+
+    def _make_folder(self, new: Path, path: str) -> None:
+        if path and not (new / path).is_dir():
+            self._make_folder(new, path.rpartition("/")[0])
+            (new / path).mkdir()
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(new / path, os.stat(self.target / path).st_mode & 0o7777)
+
+    def _keep_modes(self, new: Path, plan: Sequence[File]) -> None:
+        for file in plan:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                old = os.stat(self.target / file.path)
+                if stat.S_ISREG(old.st_mode):
+                    os.chmod(new / file.path, old.st_mode & 0o7777)
+
+    def _swap(self, work: "_Workspace", carried: Mapping[str, tuple[bool, Stat]]) -> None:
+        target, new = self.target, work.new
+        self._look(target, new, carried)
+        if not os.path.lexists(target) or not any(target.iterdir()):
+            os.rename(new, target)
+        elif _rename_exchange(new, target):
+            # What is looked through now is out of everybody's way: nothing more appears under the target's name.
+            try:
+                self._look(new, target, carried)
+            except BaseException as error:
+                if not _rename_exchange(new, target):
+                    raise self._stuck(work) from error
+                raise
+        else:
+            # No exchange on this file system: for an instant there is no target, never a mixed one. Killed in it, the
+            # next checkout puts the old one back.
+            os.rename(target, work.old)
+            try:
+                self._look(work.old, new, carried)
+                os.rename(new, target)
+            except BaseException:
+                if not os.path.lexists(target):
+                    os.rename(work.old, target)
+                raise
+        _sync_directory(target.parent)
+
+    def _look(self, going: Path, coming: Path, carried: Mapping[str, tuple[bool, Stat]]) -> None:
+        """Raise Refused if something in `going` would be lost that was not there, or was not like this, before."""
+        # Another checkout may have been first: what it put there is nobody's work.
+        marker = read_marker(going)
+        known: Mapping[str, Stat] = marker.files if marker else {}
+        left = _above(known)
+        lost = []
+        for path, now in scan(going).items():
+            before = self.found.get(path)
+            if path == MARKER:
+                continue
+            if path[-1] == "/":
+                kept = before is not None or path[:-1] in left or (coming / path).is_dir()
+            elif path in carried:
+                linked, then = carried[path]
+                kept = now[3] == then[3] if linked else now == then
+            elif path in known:
+                kept = self._force or self._replace or now in (before, known[path])
+            else:
+                kept = self._force and before is not None
+            if not kept:
+                lost.append(path)
+        if lost:
+            raise Refused(
+                f"{self.target} has files that appeared or changed while the checkout ran: {some(sorted(lost))}; "
+                "they are as they were: run it again"
+            )
+
+    def _stuck(self, work: "_Workspace") -> Unavailable:
+        # Under another name, so that no checkout clears it away.
+        kept = work.path.with_name(work.path.name.removeprefix("."))
+        os.rename(work.path, kept)
+        return Unavailable(
+            f"{self.target} has the new version, but files appeared or changed meanwhile in the old one, which could "
+            f"not be put back: it lies in {kept / 'new'}: take them from there"
         )
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _clear(target)
-        staging = _sibling(target, "new")
-        staging.mkdir()
-    except OSError as error:
-        raise local_error(error, str(target)) from error
-    try:
-        plan = fill(staging)
+
+
+class OneFile:
+    """A single file to check out to."""
+
+    def __init__(self, target: Path, *, replace: bool) -> None:
+        """Raises Refused for a file that is there, without `replace`; BadFile for what is no file."""
+        self.target = target = Path(os.path.realpath(target))
+        self._replace = replace
+        with local_errors(target):
+            if os.path.lexists(target):
+                if not target.is_file():
+                    raise BadFile(f"{target} is no file: choose another name than one ending in .safetensors")
+                if not replace:
+                    raise self._exists()
+
+    def _exists(self) -> Refused:
+        return Refused(f"{self.target} exists: choose another name, or --force to replace it")
+
+    def put(self, file: File, fill: Fill) -> None:
+        """Have fill() write `file` into an empty directory, and put it in the target's place by a rename."""
+        target = self.target
+        with local_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _clear(target)
+            with _Workspace(target) as work:
+                fill(work.new)
+                new = work.new / file.path
+                if self._replace:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.chmod(new, target.stat().st_mode & 0o7777)
+                    os.replace(new, target)
+                else:
+                    self._create(new)
+                _sync_directory(target.parent)
+
+    def _create(self, new: Path) -> None:
         try:
-            if target.exists():
-                os.chmod(staging, target.stat().st_mode & 0o7777)
-                _keep_modes(target, staging, plan)
-                for path in strangers:
-                    _carry(target / path, staging / path)
-            _write_marker(staging, url, made, branch, plan)
-            _sync_directory(staging)
-            _exchange(staging, target)
-        except OSError as error:
-            raise local_error(error, str(target)) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            # Not a rename: that would replace a file that has appeared meanwhile.
+            os.link(new, self.target)
+        except FileExistsError:
+            raise self._exists() from None
+        except OSError:
+            # A file system without hard links.
+            if os.path.lexists(self.target):
+                raise self._exists() from None
+            os.rename(new, self.target)
 
 
-def to_file(target: Path, fill: Callable[[Path], Sequence[File]]) -> None:
-    """Build one file beside `target` and put it in its place by a rename."""
-    target = Path(os.path.realpath(target))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _clear(target)
-        staging = _sibling(target, "new")
-        staging.mkdir()
-    except OSError as error:
-        raise local_error(error, str(target)) from error
-    try:
-        (file,) = fill(staging)
+class _Workspace:
+    """A directory beside the target to build in. Its process holds its lock: where the lock can be taken, the process
+    is gone, on whatever host or in whatever container it ran."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        lock = None
+        while lock is None:
+            self.path = target.parent / f"{_prefix(target)}{secrets.token_hex(6)}"
+            self.path.mkdir(mode=0o700)
+            try:
+                lock = _lock(self.path)
+            except BaseException:
+                _remove(self.path)
+                raise
+        self._held = lock
+        self.new = self.path / "new"
+        self.old = self.path / "old"
+
+    def __enter__(self) -> "_Workspace":
         try:
-            if target.exists():
-                os.chmod(staging / file.path, target.stat().st_mode & 0o7777)
-            os.replace(staging / file.path, target)
-            _sync_directory(target.parent)
-        except OSError as error:
-            raise local_error(error, str(target)) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            self.new.mkdir()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if os.path.lexists(self._target) or not self.old.exists():
+                _remove(self.path)
+        finally:
+            os.close(self._held)
 
 
-def _sibling(target: Path, what: str) -> Path:
-    """A name beside `target` that tells which process of which host made it."""
-    host = frame.digest(socket.gethostname().encode()).hex()[:8]
-    return target.parent / f".{target.name[:100]}.weightvc-{what}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
+def _prefix(target: Path) -> str:
+    """How the names of all workspaces of a target begin. A name may have 255 bytes, and the target's own so many."""
+    name = os.fsencode(target.name)
+    return f".{os.fsdecode(name[:80])}.weightvc-{frame.digest(name).hex()[:16]}-"
+
+
+def _lock(workspace: Path) -> int | None:
+    """Take a workspace's lock: a descriptor, or None if somebody has it or the workspace is gone."""
+    path = workspace / "lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever clears it away may have removed the file between the two calls.
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def _clear(target: Path) -> None:
-    """Remove what checkouts into `target` left that were killed: those of this host whose process is gone."""
-    prefix = _sibling(target, "new").name.rsplit("-", 2)[0] + "-"
+    """Remove what killed checkouts into `target` left, and put the target back if one was killed with it in hand."""
+    prefix = _prefix(target)
     for name in os.listdir(target.parent):
-        process = name.removeprefix(prefix).partition("-")[0]
-        if name.startswith(prefix) and process.isdigit() and not _alive(int(process)):
-            shutil.rmtree(target.parent / name, ignore_errors=True)
+        if not name.startswith(prefix):
+            continue
+        path = target.parent / name
+        with contextlib.suppress(OSError):
+            lock = _lock(path)
+            if lock is None:
+                continue
+            try:
+                if (path / "old").is_dir() and not os.path.lexists(target):
+                    os.rename(path / "old", target)
+                _remove(path)
+            finally:
+                os.close(lock)
 
 
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+def _remove(workspace: Path) -> None:
+    for directory in (workspace / "new", workspace / "old"):
+        with contextlib.suppress(OSError):
+            # It has the target's mode, which may not allow it.
+            os.chmod(directory, 0o700)
+    shutil.rmtree(workspace, ignore_errors=True)
 
 
-def foreign(target: Path) -> list[str]:
-    """Paths of files in `target` that its marker does not list."""
-    if not target.is_dir():
-        return []
-    marker = read_marker(target)
-    known = set(marker.files) if marker else set()
-    found = []
-    for parent, directories, names in os.walk(target):
-        links = [d for d in directories if os.path.islink(os.path.join(parent, d))]
-        for name in names + links:
-            path = os.path.relpath(os.path.join(parent, name), target).replace(os.sep, "/")
-            if path not in known and not (marker and path == MARKER):
-                found.append(path)
-    return sorted(found)
-
-
-def _keep_modes(target: Path, staging: Path, plan: Sequence[File]) -> None:
-    for file in plan:
-        with contextlib.suppress(FileNotFoundError):
-            os.chmod(staging / file.path, os.stat(target / file.path).st_mode & 0o7777)
-
-
-def _carry(old: Path, new: Path) -> None:
-    """Give a user's file a second name in the new directory: until the swap it stands in both."""
-    if os.path.lexists(new):
-        return
-    new.parent.mkdir(parents=True, exist_ok=True)
+def _carried(old: Path, new: Path) -> tuple[bool, Stat]:
     try:
         os.link(old, new, follow_symlinks=False)
+        return True, _stat(new)
     except OSError:
+        before = _stat(old)
         shutil.copy2(old, new, follow_symlinks=False)
-
-
-def _exchange(staging: Path, target: Path) -> None:
-    """Put `staging` where `target` is; what was there is then at `staging`, or gone."""
-    if not target.exists() or not any(target.iterdir()):
-        os.rename(staging, target)
-    elif not _rename_exchange(staging, target):
-        # No exchange on this file system: for an instant there is no target, never a mixed one.
-        old = _sibling(target, "old")
-        os.rename(target, old)
-        os.rename(staging, target)
-        shutil.rmtree(old, ignore_errors=True)
-    _sync_directory(target.parent)
+        return False, before
 
 
 def _rename_exchange(one: Path, other: Path) -> bool:

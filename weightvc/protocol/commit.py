@@ -7,9 +7,9 @@ go up under fresh names, and only then is the root swapped. Killed anywhere befo
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
-from weightvc.errors import BadFile, BranchMoved, Expired
+from weightvc.errors import BadFile, BranchMoved, Corrupt, Expired, NotFound
 from weightvc.objects import catalogue, dtypes, frame, key, layout, manifest, version
 from weightvc.objects.catalogue import Entry, Place
 from weightvc.objects.manifest import Manifest, Patch, Stream
@@ -17,11 +17,14 @@ from weightvc.objects.root import Root
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Edge, Version
-from weightvc.protocol import parallel, state, swap
+from weightvc.protocol import coder, parallel, state, swap
+from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
 from weightvc.sources.base import ReadsRuns, Source
 
 Progress = Callable[[int, int], None]
+SCHEMA_CHANGES: Final = 8
+"""How often the schema may change between two bases."""
 
 
 @dataclass(slots=True)
@@ -136,10 +139,13 @@ class Build:
         self._base = base or parent is None
         self._progress = progress
         self._moved: dict[int, int] = {}
+        self._coder = coder.Coder()
         self._map: list[int] | None = None
         self._keep = shelf.cache.write_tree(schema) if shelf.cache is not None else None
         self.changed = 0
         self.changed_float32 = 0
+        self.unread: list[str] = []
+        """Why parts of the parent could not be read; they were stored whole."""
 
     def drop(self) -> None:
         """Let go of what was kept locally; uploads stay, for the collector."""
@@ -153,6 +159,7 @@ class Build:
             if schema.tensors != self._parent.tree.schema.tensors:
                 self._moved = _renamed(self._parent.tree, schema, self._source)
             self._map = state.chunk_map(schema, self._parent.tree.schema, self._moved)
+        blocks = manifest.blocks(schema, self._map)
         window = 2 * parallel.workers() + 2
         digests: list[bytes] = []
         stored: dict[bytes, int] = {}
@@ -162,7 +169,10 @@ class Build:
         ):
             patch = Packer(self._shelf, self._transaction, uploads) if self._parent is not None else None
             base = Packer(self._shelf, self._transaction, uploads) if self._base else None
-            for block in parallel.ordered(pool, self._encode, manifest.blocks(schema, self._map), window):
+            if self._parent is not None and schema.nbytes >= coder.CONTEXT_FROM:
+                # A sixteenth of what is there, to make the tables from.
+                self._coder.learn(parallel.ordered(pool, self._sample, enumerate(blocks), 64))
+            for block in parallel.ordered(pool, self._encode, blocks, window):
                 count = block.high - block.low
                 digests.append(block.digests)
                 twin = stored.get(block.digests) if count == 1 else None
@@ -188,7 +198,7 @@ class Build:
             patch_stream = patch.finish() if patch is not None else None
         made = None
         if patch_stream is not None and self._parent is not None:
-            made = Patch(self._parent.entry.new or "", patch_stream, self._moved, self.changed)
+            made = Patch(self._parent.entry.new or "", patch_stream, self._moved, self.changed, self._coder.tables)
         return tree, base_stream, made
 
     def keep(self, made: Version) -> None:
@@ -201,7 +211,8 @@ class Build:
 
         low, high = span
         schema = self._schema
-        new = self._read(low, high)
+        # A copy of what is in memory: digest and payload have to be of the same bits, whatever the caller does.
+        new = bytes(self._read(low, high))
         if self._keep is not None:
             self._keep.write(schema.position(low), new)
         cuts = schema.cuts(low, high)
@@ -217,13 +228,52 @@ class Build:
                 codec, payload = kernels.encode_whole(new, lane)
                 changed = len(new) // lane
             elif joined != self._old_digests(sources):
-                codec, payload, was = kernels.encode_patch(self._old(sources), new, lane)
-                changed = was.size
-                if codec in (kernels.SPARSE, kernels.DENSE):
-                    check = manifest.check(was.tobytes())
+                try:
+                    old = self._old(sources)
+                except (Corrupt, NotFound) as error:
+                    # Stored whole, it no longer needs what cannot be read: the branch heals.
+                    self.unread.append(str(error))
+                    codec, payload = kernels.encode_whole(new, lane)
+                    changed = len(new) // lane
+                else:
+                    codec, payload, was = self._coder.patch(first.dtype, lane, old, new)
+                    changed = was.size
+                    if codec in (kernels.SPARSE, kernels.DENSE, manifest.CONTEXT):
+                        check = manifest.check(was.tobytes())
         float32 = changed if first.dtype == "F32" else 0
         base = kernels.encode_whole(new, lane) if self._base else None
         return _Block(low, high, joined, codec, payload, check, changed, float32, base)
+
+    def _sample(self, numbered: tuple[int, tuple[int, int]]) -> tuple[str, Any]:
+        from weightvc_kernels import CodecError, context
+
+        number, (low, high) = numbered
+        assert self._parent is not None
+        schema = self._schema
+        tensor, start, stop = schema.span(low)
+        dtype = schema.tensors[tensor].dtype
+        sources = list(range(low, high)) if self._map is None else self._map[low:high]
+        if not context.supports(dtype) or sources[0] < 0:
+            return dtype, None
+        try:
+            if high - low == 1 and not getattr(self._source, "remote", False):
+                at = self._parent.tree.schema.position(sources[0])
+                first = min(context.STRIDE // 2 * context.UNIT, (stop - start) // 2 // context.UNIT * context.UNIT)
+                olds, news = [], []
+                for unit in range(first, stop - start, context.STRIDE * context.UNIT):
+                    end = min(unit + context.UNIT, stop - start)
+                    old = self._parent.bytes.peek(at + unit, at + end)
+                    if old is None:
+                        break
+                    olds.append(old)
+                    news.append(self._source.read(tensor, start + unit, start + end))
+                else:
+                    return dtype, context.sample(b"".join(olds), b"".join(news), dtype, 1)
+            if number % context.STRIDE:
+                return dtype, None
+            return dtype, context.sample(self._old(sources), self._read(low, high), dtype, 1)
+        except (Corrupt, NotFound, CodecError):
+            return dtype, None
 
     def _read(self, low: int, high: int) -> frame.Buffer:
         if isinstance(self._source, ReadsRuns) and (run := self._schema.whole(low, high)) is not None:
@@ -247,6 +297,26 @@ class Build:
         if sources == list(range(low, high)):
             return read(low, high)
         return b"".join([read(source, source + 1) for source in sources])
+
+
+def outgrown(refs: Refs, parent: Baseline, schema: Schema) -> bool:
+    """Whether the schema changes, and has changed often since the last base: a base is due then.
+
+    Where it changes, blocks are cut anew, and a reader has to take more of the levels below apart.
+    """
+    if parent.tree.schema.digest == schema.digest:
+        return False
+    changes, entry = 0, parent.entry
+    while changes < SCHEMA_CHANGES:
+        assert entry.place is not None
+        sources = [edge.source for edge in entry.place.edges]
+        if None in sources or not sources:
+            return False
+        below = refs.entry(str(sources[0]))
+        assert below.place is not None
+        changes += below.place.schema != entry.place.schema
+        entry = below
+    return True
 
 
 def _renamed(old: Tree, new: Schema, source: Source) -> dict[int, int]:

@@ -11,9 +11,9 @@ HEAD, @         the default branch
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from weightvc.errors import BadName, Corrupt, RefNotFound
+from weightvc.errors import BadName, BranchMoved, Corrupt, RefNotFound
 from weightvc.objects import frame
 from weightvc.objects.catalogue import COMMIT, Catalogue, Entry
 from weightvc.objects.root import Root
@@ -23,6 +23,8 @@ NAME_LIMIT: Final = 120
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*(/[A-Za-z0-9_][A-Za-z0-9._+=-]*)*")
 _SUFFIX: Final = re.compile(r"~(?P<n>[0-9]{0,9})|\^|@\{(?P<at>[^{}]*)\}")
 _ID: Final = re.compile(r"[0-9a-f]{4,64}")
+_FULL: Final = re.compile(r"[0-9a-f]{64}")
+_COUNT: Final = re.compile(r"[0-9]{1,9}")
 
 
 def check_name(name: str, what: str = "branch") -> str:
@@ -86,7 +88,7 @@ class Refs:
     def resolve(self, expression: str) -> Resolved:
         """Raises RefNotFound, or BadName for an expression that cannot be read."""
         if not isinstance(expression, str) or not expression:
-            raise BadName(f"{expression!r} is not a ref: name a branch, a tag or a version id")
+            raise BadName(f"{expression!r:.200} is not a ref: name a branch, a tag or a version id")
         match = _SUFFIX.search(expression)
         base = expression[: match.start()] if match else expression
         suffixes = expression[match.start() :] if match else ""
@@ -97,13 +99,14 @@ class Refs:
             match = _SUFFIX.match(suffixes, at)
             if match is None:
                 raise BadName(
-                    f"{expression!r}: cannot read {suffixes[at:]!r}; a ref ends in ~n, @{{n}} or @{{step=n}}"
+                    f"{expression!r:.200}: {suffixes[at:]!r:.100} cannot be read: a ref ends in ~n, @{{n}} or "
+                    "@{step=n}"
                 )
             if match["at"] is None:
                 found = Resolved(self._back(found.entry, int(match["n"] or 1), expression), None)
-            elif match["at"].isdigit():
+            elif _COUNT.fullmatch(match["at"]):
                 if branch is None or at > 0:
-                    raise BadName(f"{expression!r}: @{{n}} follows the name of a branch")
+                    raise BadName(f"{expression!r:.200}: @{{n}} follows the name of a branch")
                 found = Resolved(self._moves_ago(branch, int(match["at"])), None)
             else:
                 found = Resolved(self._labelled(found.entry, match["at"], expression), None)
@@ -131,13 +134,15 @@ class Refs:
         if name == self._root.default:
             raise RefNotFound(f"the branch {name!r} has no version yet: make one with `weightvc commit`")
         branches = ", ".join(sorted(self._root.branches)[:10]) or "none"
-        raise RefNotFound(f"{expression!r} is no branch, tag or version here (branches: {branches})")
+        raise RefNotFound(f"{expression!r:.200} is no branch, tag or version here (branches: {branches})")
 
     def _back(self, entry: Entry, count: int, expression: str) -> Entry:
         for back in range(count):
             assert entry.version is not None
             if not entry.version.parents:
-                raise RefNotFound(f"{expression!r} goes back past the first version ({entry.version.short}, ~{back})")
+                raise RefNotFound(
+                    f"{expression!r:.200} goes back past the first version ({entry.version.short}, ~{back})"
+                )
             entry = self.entry(entry.version.parents[0])
         return entry
 
@@ -155,14 +160,14 @@ class Refs:
         for part in text.split(","):
             name, separator, value = part.partition("=")
             if not separator or name.strip() not in ("step", "run"):
-                raise BadName(f"{expression!r}: between @{{ and }} stands a number, step=N or run=NAME")
+                raise BadName(f"{expression!r:.200}: between @{{ and }} stands a number, step=N or run=NAME")
             wanted[name.strip()] = value.strip()
         for candidate in self.history(entry):
             assert candidate.version is not None
             has = {"step": candidate.version.step, "run": candidate.version.run}
             if all(has[name] is not None and str(has[name]) == value for name, value in wanted.items()):
                 return candidate
-        raise RefNotFound(f"{expression!r}: no version in that history is labelled {text}")
+        raise RefNotFound(f"{expression!r:.200}: no version in that history is labelled {text:.100}")
 
     def history(self, entry: Entry) -> Iterator[Entry]:
         """`entry` and its first parents."""
@@ -216,12 +221,31 @@ def tag_page(shelf: Shelf, root: Root) -> tuple[dict[str, str], dict[str, str]]:
         return {}, {}
     page = shelf.page(root.tags)
     frame.check_type(page.get("weightvc"), "tags 1", root.tags)
-    tags, deleted = page.get("tags"), page.get("deleted")
-    if not isinstance(tags, dict) or not isinstance(deleted, dict):
-        raise Corrupt(f"{root.tags} is corrupt: it has no tags")
-    return dict(tags), dict(deleted)
+    return _ids(page.get("tags"), root.tags), _ids(page.get("deleted"), root.tags)
+
+
+def _ids(named: Any, what: str) -> dict[str, str]:
+    if not isinstance(named, dict) or not all(isinstance(i, str) and _FULL.fullmatch(i) for i in named.values()):
+        raise Corrupt(f"{what} is corrupt: it does not map tags to version ids")
+    return dict(named)
 
 
 def encode_tags(tags: dict[str, str], deleted: dict[str, str]) -> bytes:
     """The page of tags as a stored object."""
     return frame.encode(frame.PAGE, {"deleted": deleted, "tags": tags, "weightvc": "tags 1"})
+
+
+_AGAIN: Final = "commit on top with --rebase (on_conflict='rebase', no expect), or load it or check it out first"
+
+
+def moved(branch: str, expected: str | None, head: str | None, mend: str = _AGAIN) -> BranchMoved:
+    """The error for a branch whose head is another one than expected; `mend` says what to do once one has looked."""
+    here = head[:12] if head else "no version"
+    there = expected[:12] if expected else "no version"
+    return BranchMoved(
+        f"the branch {branch!r} moved: its head is {here}, and this change was made against {there}: see "
+        f"`weightvc log`, then {mend}",
+        branch=branch,
+        expected=expected,
+        head=head,
+    )

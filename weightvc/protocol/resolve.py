@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from weightvc.errors import Corrupt, Expired
@@ -12,10 +12,11 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.manifest import Manifest
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Edge
-from weightvc.protocol import state
+from weightvc.protocol import parallel, state
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
-from weightvc.protocol.state import Chain, Held, Level, State, Verified
+from weightvc.protocol.spool import Spool
+from weightvc.protocol.state import BasePayloads, Chain, Held, Level, Models, PatchPayloads, State, Verified
 
 REQUEST: Final = 64 << 10
 """What a request weighs beside its bytes, in bytes: some 5 ms of a 100 Mbit/s link."""
@@ -43,7 +44,11 @@ def plan(refs: Refs, entry: Entry, held: Callable[[str], bool]) -> Way:
     steps: list[Entry] = []
     nbytes = cost = 0
     current = entry
+    seen: set[str | None] = set()
     while best is None or cost < best_cost:
+        if current.new in seen:
+            raise Corrupt(f"version {current.new}: the patches that lead to it go round in a circle")
+        seen.add(current.new)
         assert current.version is not None
         assert current.place is not None
         if held(current.version.tree):
@@ -123,20 +128,23 @@ def opened(
     if identify:
         tree = tree_of(shelf, made, entry.place.manifest if entry.place else "")
     pool = ThreadPoolExecutor(READERS, "weightvc-read")
+    spool = Spool(shelf.cache.directory if shelf.cache is not None else None)
     try:
 
         def at_hand() -> State | None:
             way = plan(
                 refs, entry, lambda digest: _cached(shelf, digest) or (lying is not None and digest == lying[0])
             )
-            return _chain(shelf, way, pool, lying, whole) if way.held else None
+            return _chain(shelf, way, pool, spool, lying, whole) if way.held else None
 
         def from_store() -> State:
-            return _chain(shelf, plan(refs, entry, lambda _: False), pool, None, whole)
+            return _chain(shelf, plan(refs, entry, lambda _: False), pool, spool, None, whole)
 
-        yield made, Verified(tree, [at_hand, from_store], f"version {made.version.short}")
+        # The store twice: ranges of packs are checked only by what they give, and the first may be bad on the way.
+        yield made, Verified(tree, [at_hand, from_store, from_store], f"version {made.version.short}")
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        spool.close()
 
 
 def _cached(shelf: Shelf, digest: str) -> bool:
@@ -147,32 +155,45 @@ def _chain(
     shelf: Shelf,
     way: Way,
     pool: ThreadPoolExecutor,
+    spool: Spool,
     lying: "tuple[str, Callable[[Tree], State]] | None",
     whole: bool,
 ) -> State:
-    # Manifests carry most patches, so they are fetched side by side before anything is decoded.
-    manifests = list(pool.map(lambda entry: manifest_of(shelf, entry), [way.start, *way.steps]))
-    names = [entry.place.manifest if entry.place else "" for entry in (way.start, *way.steps)]
+    # Manifests carry most patches. They are fetched side by side, and of each only what is needed is kept.
+    manifests = parallel.ordered(pool, lambda entry: manifest_of(shelf, entry), (way.start, *way.steps), 2 * READERS)
+    first = next(manifests)
+    schema = shelf.schema(first.schema, first.schema_digest)
     start: State | None = None
     levels: list[Level] = []
     if way.held:
-        first = manifests[0]
-        tree = Tree(shelf.schema(first.schema, first.schema_digest), first.digests)
-        if lying is not None and manifests[0].version.tree == lying[0]:
+        tree = Tree(schema, first.digests)
+        if lying is not None and first.version.tree == lying[0]:
             start = lying[1](tree)
         else:
             assert shelf.cache is not None
-            flat = shelf.cache.open_tree(manifests[0].version.tree, tree.schema)
+            flat = shelf.cache.open_tree(first.version.tree, schema)
             if flat is None:
                 raise Corrupt("a tree has just left the cache")
             start = Held(tree, flat)
     else:
-        levels.append(state.level_of(shelf, manifests[0], names[0], None, pool, whole=whole))
-        tree = levels[0].tree
-    for made, name in zip(manifests[1:], names[1:], strict=True):
-        level = state.level_of(shelf, made, name, tree, pool, whole=whole)
-        levels.append(level)
-        tree = level.tree
+        if first.base is None:
+            raise Corrupt(f"{_name(way.start)} is corrupt: the catalogue says that it has a base")
+        levels.append(Level(schema, first.base, BasePayloads(shelf, first.base, pool, whole=whole), _name(way.start)))
+        levels[0].writer = first.writer
+    for entry, made in zip(way.steps, manifests, strict=True):
+        if made.patch is None:
+            raise Corrupt(f"{_name(entry)} is corrupt: the catalogue says that it has a patch")
+        above = shelf.schema(made.schema, made.schema_digest)
+        payloads = PatchPayloads(shelf, made.patch.stream, spool, whole=whole)
+        mapping = state.chunk_map(above, schema, made.patch.moved)
+        stream = replace(made.patch.stream, inline=b"")
+        models = Models(made.patch.tables, _name(entry)) if made.patch.tables else None
+        levels.append(Level(above, stream, payloads, _name(entry), made.writer, mapping, models))
+        schema = above
     if start is not None and not levels:
         return start
     return Chain(start, levels)
+
+
+def _name(entry: Entry) -> str:
+    return entry.place.manifest if entry.place is not None else ""

@@ -11,28 +11,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from weightvc.cache import Flat
-from weightvc.errors import Corrupt, NotFound, StoreError, Unsupported, WeightvcError
+from weightvc.errors import Corrupt, NotFound, Refused, StoreError, Unsupported, WeightvcError
 from weightvc.objects import dtypes, frame, manifest
-from weightvc.objects.manifest import REF, SAME, Stream
+from weightvc.objects.manifest import CONTEXT, REF, SAME, Stream
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.protocol.shelf import Shelf
+from weightvc.protocol.spool import Reader, Spool
 from weightvc.sources.base import ReadsRuns, Source
 
 PACKS_HELD: Final = 3
-BLOCKS_HELD: Final = 8
-KNOWN: Final = range(REF + 1)
+BLOCKS_HELD: Final = 128 << 20
+"""Bytes of blocks that a chain keeps where blocks are cut differently from level to level."""
+KNOWN: Final = range(CONTEXT + 1)
 """Codecs that this reader knows."""
 Buffer = frame.Buffer
 
 
 class State(Protocol):
     """Chunks of one tree."""
-
-    tree: Tree
 
     def read(self, low: int, high: int) -> Buffer:
         """Bytes of chunks [low, high), one after the other. Threads may read at once."""
@@ -49,6 +49,10 @@ class Held:
     def read(self, low: int, high: int) -> Buffer:
         schema = self.tree.schema
         return self._flat.read(schema.position(low), schema.position(high))
+
+    def peek(self, start: int, stop: int) -> Buffer:
+        """Bytes [start, stop) of the canonical stream."""
+        return self._flat.read(start, stop)
 
     def discard(self) -> None:
         """The entry is bad: forget it."""
@@ -72,45 +76,75 @@ class Lying:
         if self._same and isinstance(self._source, ReadsRuns):
             run = self.tree.schema.whole(low, high)
             if run is not None:
-                return self._source.read_run(*run)
+                return self._of_source(self._source.read_run, *run)
         pieces = []
         for chunk in range(low, high):
             tensor, start, stop = self.tree.schema.span(chunk)
             if self._at[tensor] < 0:
                 raise Corrupt(f"tensor {self.tree.schema.tensors[tensor].name!r} is not there")
-            pieces.append(self._source.read(self._at[tensor], start, stop))
+            pieces.append(self._of_source(self._source.read, self._at[tensor], start, stop))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def _of_source(self, read: Callable[..., Buffer], *where: int) -> Buffer:
+        try:
+            return read(*where)
+        except Refused as error:
+            # Files that changed, ended early or cannot be read: another way has the bytes.
+            raise Corrupt(str(error)) from None
 
-class Payloads:
-    """The bytes of a stream's blocks: from the manifest, or from packs, fetched whole or by range."""
 
-    def __init__(self, shelf: Shelf, stream: Stream, pool: ThreadPoolExecutor, *, whole: bool, keep: bool) -> None:
+class Payloads(Protocol):
+    """The bytes of a stream's blocks."""
+
+    def block(self, block: int) -> Buffer:
+        """One block's bytes."""
+        ...
+
+
+def _range(shelf: Shelf, stream: Stream, block: int) -> Buffer:
+    """One block's bytes, by a ranged read of its pack."""
+    size = stream.offsets[block + 1] - stream.offsets[block]
+    if not size:
+        return b""
+    pack, at = stream.pack_of(block)
+    name = stream.packs[pack][0]
+    if shelf.cache is not None and (held := shelf.cache.get(name)) is not None:
+        return memoryview(held)[at : at + size]
+    got = shelf.store.get(name, start=at, length=size)
+    if got is None or len(got.data) != size:
+        raise Corrupt(f"{name} is corrupt: it ends before its blocks do")
+    return got.data
+
+
+def _pack(shelf: Shelf, stream: Stream, pack: int) -> Buffer:
+    """A whole pack object, checked."""
+    name, size = stream.packs[pack]
+    data = shelf.get(name, keep=False)
+    frame.check_header(data, frame.PACK, name)
+    if len(data) != frame.HEADER_SIZE + size:
+        raise Corrupt(f"{name} is corrupt: {len(data) - frame.HEADER_SIZE} bytes where {size} are promised")
+    return data
+
+
+class BasePayloads:
+    """A base's blocks: from the manifest; or from packs, the last few of which are held and the next one fetched."""
+
+    def __init__(self, shelf: Shelf, stream: Stream, pool: ThreadPoolExecutor, *, whole: bool) -> None:
         self._shelf = shelf
         self._stream = stream
         self._pool = pool
         self._whole = whole
-        self._keep = keep
         self._packs: OrderedDict[int, Future[Buffer]] = OrderedDict()
         self._lock = threading.Lock()
 
     def block(self, block: int) -> Buffer:
-        """One block's bytes."""
         stream = self._stream
         start, stop = stream.offsets[block], stream.offsets[block + 1]
         if not stream.packs:
             return memoryview(stream.inline)[start:stop]
-        if start == stop:
-            return b""
+        if start == stop or not self._whole:
+            return _range(self._shelf, stream, block)
         pack, at = stream.pack_of(block)
-        if not self._whole:
-            name = stream.packs[pack][0]
-            if self._shelf.cache is not None and (held := self._shelf.cache.get(name)) is not None:
-                return memoryview(held)[at : at + stop - start]
-            got = self._shelf.store.get(name, start=at, length=stop - start)
-            if got is None or len(got.data) != stop - start:
-                raise Corrupt(f"{name} is corrupt: it ends before its blocks do")
-            return got.data
         with self._lock:
             future = self._ask(pack)
             if pack + 1 < len(stream.packs):
@@ -122,28 +156,48 @@ class Payloads:
 
     def _ask(self, pack: int) -> Future[Buffer]:
         if pack not in self._packs:
-            self._packs[pack] = self._pool.submit(self._fetch, pack)
+            self._packs[pack] = self._pool.submit(_pack, self._shelf, self._stream, pack)
         return self._packs[pack]
 
-    def _fetch(self, pack: int) -> Buffer:
-        name, size = self._stream.packs[pack]
-        data = self._shelf.get(name, keep=self._keep)
-        frame.check_header(data, frame.PACK, name)
-        if len(data) != frame.HEADER_SIZE + size:
-            raise Corrupt(f"{name} is corrupt: {len(data) - frame.HEADER_SIZE} bytes where {size} are promised")
-        return data
+
+class PatchPayloads:
+    """A patch's blocks, in a spool: a chain may have thousands of patches, and every block wants all of them."""
+
+    def __init__(self, shelf: Shelf, stream: Stream, spool: Spool, *, whole: bool) -> None:
+        self._shelf = shelf
+        self._stream = stream
+        self._spool = spool
+        self._whole = whole
+        self._inline = spool.keep(stream.inline) if not stream.packs else None
+        self._packs: dict[int, Reader] = {}
+        self._lock = threading.Lock()
+
+    def block(self, block: int) -> Buffer:
+        stream = self._stream
+        start, stop = stream.offsets[block], stream.offsets[block + 1]
+        if self._inline is not None:
+            return self._inline(start, stop)
+        if start == stop or not self._whole:
+            return _range(self._shelf, stream, block)
+        pack, at = stream.pack_of(block)
+        with self._lock:
+            read = self._packs.get(pack)
+            if read is None:
+                read = self._packs[pack] = self._spool.keep(_pack(self._shelf, stream, pack))
+        return read(at, at + stop - start)
 
 
 @dataclass(slots=True)
 class Level:
     """One step of a chain: a base's stream, or a patch's and the chunk map to the level below."""
 
-    tree: Tree
+    schema: Schema
     stream: Stream
     payloads: Payloads
     what: str
-    writer: str
+    writer: str = ""
     source_of: list[int] | None = None
+    models: "Models | None" = None
     """For each chunk, its source chunk a level below (-1: none); None where all chunks keep their numbers."""
 
 
@@ -175,18 +229,39 @@ def chunk_map(new: Schema, old: Schema, moved: dict[int, int]) -> list[int] | No
     return out
 
 
+class Models:
+    """A patch's tables, each made ready when the first block asks for it."""
+
+    def __init__(self, tables: dict[str, bytes], what: str) -> None:
+        self._tables = tables
+        self._what = what
+        self._made: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def of(self, dtype: str) -> Any:
+        """The model of a dtype. Raises Corrupt if the patch has no tables for it, or bad ones."""
+        from weightvc_kernels import CodecError, context
+
+        with self._lock:
+            if dtype not in self._made:
+                if dtype not in self._tables:
+                    raise Corrupt(f"{self._what} is corrupt: it has no tables for {dtype}")
+                try:
+                    self._made[dtype] = context.Model(self._tables[dtype], dtype)
+                except CodecError as error:
+                    raise Corrupt(f"{self._what} is corrupt: {error}") from None
+            return self._made[dtype]
+
+
 class Chain:
     """`start` (None for a base as the first level) and the levels above it, applied in turn."""
 
     def __init__(self, start: State | None, levels: Sequence[Level]) -> None:
         self._start = start
         self._levels = levels
-        self.tree = levels[-1].tree if levels else start.tree if start else None  # type: ignore[assignment]
-        assert self.tree is not None
         self._blocks: OrderedDict[tuple[int, int], Buffer] = OrderedDict()
+        self._held = 0
         self._lock = threading.Lock()
-
-    tree: Tree
 
     def discard(self) -> None:
         """What comes out is wrong: forget the cached tree that it starts from, which may be to blame."""
@@ -197,10 +272,11 @@ class Chain:
         return self._read(len(self._levels) - 1, low, high)
 
     def _read(self, at: int, low: int, high: int) -> Buffer:
-        """Chunks [low, high) of a level. Walks down while they are one block with one source, then up again."""
+        """Chunks [low, high) of a level. Walks down while they are one block with one source, then up again; it calls
+        itself only where blocks are cut differently a level below, that is, where the schema changed."""
         import weightvc_kernels as kernels
 
-        pending: list[tuple[int, Buffer, int, str]] = []
+        pending: list[tuple[int, Buffer, int, str, Any]] = []
         while True:
             if at < 0:
                 assert self._start is not None
@@ -213,25 +289,27 @@ class Chain:
                 data = self._pieces(at, low, high)
                 break
             codec = stream.codecs[block]
-            schema = level.tree.schema
-            if codec == REF:
-                data = self._referred(at, block, low, high)
-                break
-            lane = dtypes.lane(schema.tensors[schema.tensor_of(low)].dtype)
             if codec not in KNOWN:
                 raise Unsupported(
                     f"{level.what}: codec {codec} of {level.writer} is not known here: upgrade weightvc"
                 )
+            if codec == REF:
+                low = self._referred(level, block, low, high)
+                high = low + 1
+                continue
+            dtype = level.schema.tensors[level.schema.tensor_of(low)].dtype
+            lane = dtypes.lane(dtype)
             if codec != SAME:
                 payload = level.payloads.block(block)
                 if codec in (kernels.RAW, kernels.PLANES):
-                    nbytes = schema.position(high) - schema.position(low)
+                    nbytes = level.schema.position(high) - level.schema.position(low)
                     try:
                         data = kernels.decode_whole(codec, payload, nbytes, lane).data
                     except kernels.CodecError as error:
                         raise Corrupt(f"{level.what}: block {block}: {error}") from None
                     break
-                pending.append((codec, payload, lane, f"{level.what}: block {block}"))
+                model = level.models.of(dtype) if codec == CONTEXT and level.models is not None else None
+                pending.append((codec, payload, lane, f"{level.what}: block {block}", model))
             if at == 0 and self._start is None:
                 raise Corrupt(f"{level.what}: block {block} of a base has no content")
             at -= 1
@@ -243,25 +321,27 @@ class Chain:
                     data = b"".join([self._read(at, source, source + 1) for source in sources])
                     break
                 low, high = sources[0], sources[-1] + 1
-        for codec, payload, lane, what in reversed(pending):
+        for codec, payload, lane, what, model in reversed(pending):
             try:
-                data = kernels.decode_patch(codec, payload, memoryview(data), lane).data
+                if model is None:
+                    data = kernels.decode_patch(codec, payload, memoryview(data), lane).data
+                else:
+                    data = kernels.context.decode(model, payload, memoryview(data)).data
             except kernels.CodecError as error:
                 raise Corrupt(f"{what}: {error}") from None
         return data
 
-    def _referred(self, at: int, block: int, low: int, high: int) -> Buffer:
-        level = self._levels[at]
+    def _referred(self, level: Level, block: int, low: int, high: int) -> int:
         payload = bytes(level.payloads.block(block))
         target = int.from_bytes(payload, "little")
         if len(payload) != 4 or high - low != 1 or target >= low:
             raise Corrupt(f"{level.what}: block {block} refers to chunk {target}, which is not before it")
-        return self._read(at, target, target + 1)
+        return target
 
     def _pieces(self, at: int, low: int, high: int) -> Buffer:
         """Chunks that are not exactly one block: cut from the blocks that cover them, which are kept a while."""
         level = self._levels[at]
-        schema, stream = level.tree.schema, level.stream
+        schema, stream = level.schema, level.stream
         pieces = []
         while low < high:
             block = stream.block_of(low)
@@ -270,34 +350,20 @@ class Chain:
                 data = self._blocks.get((at, block))
             if data is None:
                 data = self._read(at, first, last)
-                with self._lock:
-                    self._blocks[at, block] = data
-                    while len(self._blocks) > BLOCKS_HELD:
-                        self._blocks.popitem(last=False)
+                self._keep((at, block), data)
             origin, stop = schema.position(first), min(last, high)
             pieces.append(memoryview(data)[schema.position(low) - origin : schema.position(stop) - origin])
             low = stop
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-
-def level_of(
-    shelf: Shelf,
-    made: manifest.Manifest,
-    name: str,
-    below: Tree | None,
-    pool: ThreadPoolExecutor,
-    *,
-    whole: bool,
-) -> Level:
-    """The level that a manifest adds to a chain: its patch onto `below`, or its base where that is None."""
-    tree = Tree(shelf.schema(made.schema, made.schema_digest), made.digests)
-    if below is None:
-        assert made.base is not None
-        return Level(tree, made.base, Payloads(shelf, made.base, pool, whole=whole, keep=False), name, made.writer)
-    assert made.patch is not None
-    payloads = Payloads(shelf, made.patch.stream, pool, whole=whole, keep=True)
-    mapping = chunk_map(tree.schema, below.schema, made.patch.moved)
-    return Level(tree, made.patch.stream, payloads, name, made.writer, mapping)
+    def _keep(self, name: tuple[int, int], data: Buffer) -> None:
+        with self._lock:
+            if name in self._blocks:
+                return
+            self._blocks[name] = data
+            self._held += len(data)
+            while self._held > BLOCKS_HELD and len(self._blocks) > 1:
+                self._held -= len(self._blocks.popitem(last=False)[1])
 
 
 class Verified:
@@ -319,10 +385,20 @@ class Verified:
                 data = state.read(low, high)
                 self._check(data, low, high)
                 return data
-            except (Corrupt, NotFound, StoreError) as error:
+            except (Corrupt, NotFound) as error:
                 self._next(state, error)
+            except RecursionError:
+                self._next(state, Corrupt(f"{self._what}: patches lead from one to another without an end"))
+            except StoreError:
+                # The store has retried already; what this host holds is as good as it was.
+                raise
             except OSError as error:
                 self._next(state, Corrupt(f"{self._what}: {error}"))
+
+    def peek(self, start: int, stop: int) -> Buffer | None:
+        """Bytes [start, stop) of the canonical stream, unchecked, where that costs a small read; else None."""
+        state = self._current()
+        return state.peek(start, stop) if isinstance(state, Held) else None
 
     def blocks(self) -> list[tuple[int, int]]:
         """All chunks, cut into blocks to read: as commits cut them, so that a block is decoded once."""
@@ -358,7 +434,7 @@ class Verified:
             if self._state is not state:
                 return
             self.failures.append(str(error))
-            if isinstance(state, Held | Chain):
+            if isinstance(state, Held | Chain) and isinstance(error, Corrupt):
                 state.discard()
             if not self._ways:
                 raise error

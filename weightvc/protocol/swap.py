@@ -6,13 +6,24 @@ landed. The root unmoved: the same bytes are sent again with the same ETag, so t
 land. The root moved and its ring reaches back to where we began without our id: somebody else won. Else: unknown.
 """
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from weightvc.errors import Conflict, Expired, KeyExists, KeyNotFound, PreconditionFailed, StateUnknown, Unavailable
+from weightvc.errors import (
+    Conflict,
+    Corrupt,
+    Expired,
+    KeyExists,
+    KeyNotFound,
+    NotFound,
+    PreconditionFailed,
+    StateUnknown,
+    Unavailable,
+)
 from weightvc.objects import catalogue, key
 from weightvc.objects import root as roots
 from weightvc.objects.catalogue import SEGMENT, TAIL, Entry, SegmentRef
@@ -91,9 +102,13 @@ def change(
     (it raises Conflict if not) and calls root.next(). Raises Expired if the collector's horizon has passed the
     transaction: begin again. Raises StateUnknown, AccessDenied, Unavailable, Conflict.
     """
+    repository: str | None = None
     for attempt in range(8 * ATTEMPTS):
         if seen is None:
             seen = must_read(shelf.store)
+        if repository not in (None, seen.root.repository):
+            raise Conflict(f"{shelf.store.url} holds another repository than before: open it anew")
+        repository = seen.root.repository
         if seen.root.horizon > transaction.begin:
             raise Expired("the collector has passed this transaction: it begins again under new names")
         new = _spilled(shelf, make(seen.root), transaction)
@@ -151,8 +166,10 @@ def _spilled(shelf: Shelf, root: Root, transaction: key.Transaction) -> Root:
     entries: list[Entry] = list(old)
     # The last segment grows until it is full: few segments, and at most one read and one write a spill.
     if segments and segments[-1].count + len(old) <= SEGMENT:
-        entries = [*shelf.segment(segments[-1]), *old]
-        segments = segments[:-1]
+        # One that cannot be read stays as it is: it must not stop those who write.
+        with contextlib.suppress(Corrupt, NotFound):
+            entries = [*shelf.segment(segments[-1]), *old]
+            segments = segments[:-1]
     name = shelf.put(transaction, "segment", catalogue.encode_segment(entries))
     return replace(root, tail=tail, segments=(*segments, SegmentRef(name, len(entries))))
 

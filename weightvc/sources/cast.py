@@ -55,6 +55,11 @@ class CastSource:
         self.tensors: Sequence[TensorInfo] = [_cast_info(tensor, dtype) for tensor in source.tensors]
         self.layout = _cast_layout(source, self.tensors)
 
+    @property
+    def remote(self) -> bool:
+        """Whether each read is a request over the network."""
+        return bool(getattr(self._source, "remote", False))
+
     def read(self, index: int, start: int, stop: int) -> memoryview | bytes:
         """Bytes [start, stop) of `tensors[index]` in its new dtype, however the tensor is cut into ranges."""
         old, new = self._source.tensors[index], self.tensors[index]

@@ -11,7 +11,7 @@ from weightvc.errors import BadFile, BadName
 from weightvc.sources.base import Layout, LayoutFile, Source, TensorInfo
 from weightvc.sources.header import Header, collector_paused, read_header, shown, strict_json
 from weightvc.sources.local import LocalFiles
-from weightvc.sources.paths import check_relative, check_together
+from weightvc.sources.paths import MARKER, check_files, check_relative
 from weightvc.sources.remote import RemoteFiles
 
 WEIGHTS = ".safetensors"
@@ -41,7 +41,7 @@ def open_files(
     A single file gets the path `name` in the layout ("model.safetensors" by default). In a directory, all
     files count: *.safetensors as weights (component: their folder), the others as side files, kept byte for
     byte. Left out are what a pattern of `exclude` matches (a path or any of its parts, as in *.pt or
-    optimizer), and `.weightvc` and `.git` at the top.
+    optimizer), `.weightvc` anywhere, and `.git` at the top.
     Raises BadFile, BadName, BadTensor; for URLs also AccessDenied, Unavailable.
     """
     location = os.fspath(path_or_url).removeprefix("file://")
@@ -100,6 +100,11 @@ class FileSource:
                 )
         self.layout: Layout | None = Layout(tuple(sorted(weights + side, key=lambda file: file.path)))
 
+    @property
+    def remote(self) -> bool:
+        """Whether each read is a request over the network."""
+        return self._files.is_remote
+
     def read(self, index: int, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of `tensors[index]`. Raises BadFile if its file has changed."""
         if not 0 <= start <= stop <= self.tensors[index].nbytes:
@@ -138,15 +143,13 @@ def _open_single(files: Files, name: str) -> FileSource:
 def _open_directory(files: Files, exclude: tuple[str, ...]) -> FileSource:
     def left_out(path: str) -> bool:
         parts = path.split("/")
-        if parts[0] in (".weightvc", ".git"):
+        if MARKER in parts or parts[0] == ".git":
             return True
         prefixes = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
         return any(fnmatchcase(text, pattern) for pattern in exclude for text in (*parts, *prefixes))
 
     paths = files.walk(left_out)
-    for path in paths:
-        check_relative(path)
-    check_together(paths)
+    check_files(paths)
     files.keep(paths)
     weights = [path for path in paths if path.endswith(WEIGHTS)]
     others = [path for path in paths if not path.endswith(WEIGHTS)]

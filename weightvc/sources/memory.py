@@ -6,14 +6,14 @@ torch is never imported to read: a torch tensor in the mapping means that it is 
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weightvc.errors import BadName, BadTensor
+from weightvc.errors import BadFile, BadName, BadTensor, Refused
 from weightvc.objects import dtypes
 from weightvc.sources.base import Layout, TensorInfo
-from weightvc.sources.header import shown
-from weightvc.sources.paths import check_relative
+from weightvc.sources.header import METADATA, shown
+from weightvc.sources.paths import check_files, weights_of
 
 if TYPE_CHECKING:
     import numpy
@@ -56,17 +56,14 @@ def open_tensors(tensors: Mapping[str, Any], where: str = "the mapping") -> "Mem
 
     Values are torch tensors (any device; Parameters and Buffers too) or numpy arrays, dense, of a dtype that
     safetensors has. Nothing is copied here: do not change the tensors before the commit returns. Raises
-    BadTensor naming up to ten keys that cannot be kept, BadName for a component that is no relative path.
+    BadTensor naming up to ten keys that cannot be kept, BadName for components that cannot be folders together.
     """
     nested = bool(tensors) and all(isinstance(value, Mapping) for value in tensors.values())
     components: Mapping[str, Mapping[str, Any]] = tensors if nested else {"": tensors}
     found: list[tuple[TensorInfo, Any]] = []
     faults: list[str] = []
+    _check_components(components, where)
     for component, values in components.items():
-        if type(component) is not str:
-            raise BadName(f"component {component!r} of {where} is no string: use str")
-        if component:
-            check_relative(component)
         if nested and not values:
             faults.append(f"component {component!r} has no tensors")
         for name, value in values.items():
@@ -81,6 +78,17 @@ def open_tensors(tensors: Mapping[str, Any], where: str = "the mapping") -> "Mem
         raise BadTensor(f"{where} has what cannot be kept: {'; '.join(faults[:10])}{more}")
     found.sort(key=lambda item: (item[0].component, item[0].name))
     return MemorySource([info for info, _ in found], [value for _, value in found])
+
+
+def _check_components(components: Mapping[str, Any], where: str) -> None:
+    """Refuse components that could be committed and never be checked out."""
+    for component in components:
+        if type(component) is not str:
+            raise BadName(f"component {component!r} of {where} is no string: use str")
+    try:
+        check_files([weights_of(component) for component in components])
+    except (BadName, BadFile) as error:
+        raise BadName(f"a component of {where} is a folder of the checkout, and cannot be: {error}") from None
 
 
 class MemorySource:
@@ -139,6 +147,8 @@ def _is_torch(value: Any) -> bool:
 def _name_fault(name: Any) -> str:
     if type(name) is not str:
         return f"a name of type {type(name).__name__}: use str"
+    if name == METADATA:
+        return "a name that safetensors keeps for itself: rename it"
     if not name.isascii():
         try:
             name.encode()
@@ -178,6 +188,8 @@ def _torch_fault(value: Any) -> str:
         return fault
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {_type_name(value)}, a tensor of its own kind: pass the plain tensors that it consists of"
+    if torch._is_zerotensor(value):
+        return "a ZeroTensor, which has no memory: pass value.clone()"
     if value.layout != torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         return f"a {kind} tensor: pass value.to_dense() or its parts"
@@ -237,6 +249,13 @@ def _laid_out(value: Any) -> memoryview:
 
     # Not ascontiguousarray: it makes a 0-dim array 1-dim, harmless here, but copies less plainly.
     return _numpy_bytes(numpy.array(value, dtype=value.dtype.newbyteorder("<"), order="C"))
+
+
+def maker(framework: str) -> Callable[[str, tuple[int, ...], bytearray | memoryview], Any]:
+    """to_torch for "torch", to_numpy for "numpy". Raises Refused for anything else."""
+    if framework not in ("torch", "numpy"):
+        raise Refused(f'framework={framework!r:.100}: give "torch" or "numpy"')
+    return to_torch if framework == "torch" else to_numpy
 
 
 def to_torch(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -> "torch.Tensor":

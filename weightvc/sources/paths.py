@@ -5,15 +5,19 @@ Tensor names are not paths: they are kept exactly and never become file names.
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from weightvc.errors import BadFile, BadName
+
+MARKER: Final = ".weightvc"
+"""The file that says what a checked-out directory holds, and the directory that is a repository: never committed."""
 
 MAX_PART = 255
 """Bytes of UTF-8 that one part of a path may have: what common file systems take."""
 
-MAX_PATH = 4096
-"""Bytes of UTF-8 that a whole path may have."""
+MAX_PATH = 1024
+"""Bytes of UTF-8 that a whole path may have: systems take 1024 to 4096 with what stands before it."""
 
 _DRIVE = re.compile(r"[A-Za-z]:")
 
@@ -47,11 +51,25 @@ def _fault(path: str) -> str:
             return 'a part between two "/" is empty'
         if part in (".", ".."):
             return f"it has {part!r} in it"
+        if part.lower() == MARKER:
+            return f"{MARKER} is weightvc's own"
         if _DRIVE.match(part):
             return f"{part[:2]!r} is a drive letter"
         if len(part.encode()) > MAX_PART:
             return f"a part is longer than {MAX_PART} bytes"
     return ""
+
+
+def weights_of(component: str) -> str:
+    """The path of the weights file that a component's tensors from memory are written to."""
+    return f"{component}/model.safetensors" if component else "model.safetensors"
+
+
+def check_files(paths: Sequence[str]) -> None:
+    """Refuse paths that cannot be a checkpoint's files, alone (BadName) or together (BadFile)."""
+    for path in paths:
+        check_relative(path)
+    check_together(paths)
 
 
 def check_together(paths: Iterable[str]) -> None:
