@@ -138,11 +138,11 @@ def files_below(directory: Path) -> dict[str, bytes]:
 def tiny_format() -> Iterator[None]:
     """Chunks, blocks and packs of some bytes and short tails, so that small trees and histories have many of each."""
     from weightvc.objects import manifest, schema
-    from weightvc.protocol import swap
+    from weightvc.protocol import coder, swap
 
     small = {(schema, "CHUNK"): 64, (manifest, "CHUNK"): 64, (manifest, "BLOCK"): 256, (manifest, "LONE"): 48}
     small |= {(manifest, "INLINE"): 120, (manifest, "PACK"): 300}
-    small |= {(swap, "TAIL"): 4, (swap, "RECENT"): 2}
+    small |= {(swap, "TAIL"): 4, (swap, "RECENT"): 2, (coder, "CONTEXT_FROM"): 0, (coder, "FEW"): 0}
     old = {where: getattr(*where) for where in small}
     try:
         for where, value in small.items():

@@ -127,7 +127,7 @@ def test_a_branch_that_moved_says_how_to_go_on(repository):
     repository.commit(Bits(WEIGHTS))
     other = weightvc.open(repository.url, cache=None)
     new = other.commit(Bits(WEIGHTS))
-    with pytest.raises(BranchMoved, match="--rebase.*on_conflict='rebase'.*load") as caught:
+    with pytest.raises(BranchMoved, match=r"--rebase.*on_conflict='rebase'.*load") as caught:
         repository.commit(Bits(WEIGHTS))
     assert caught.value.head == new.id
     repository.load(framework="numpy")
@@ -185,7 +185,7 @@ def test_options_that_mean_nothing_are_refused(repository):
     ):
         with pytest.raises(Refused):
             work()
-    with pytest.raises(TensorNotFound, match="'nope'.*'', 'part'"):
+    with pytest.raises(TensorNotFound, match=r"'nope'.*'', 'part'"):
         repository.load(component="nope", framework="numpy")
     assert list(repository.load(component="part", framework="numpy")) == ["v"]
     assert list(repository.load(names="w", framework="numpy")) == ["w"]

@@ -30,6 +30,8 @@ BLOCK_LIMIT: Final = 64 << 20
 """The same for any writer's blocks: a reader holds a few whole."""
 PACK_LIMIT: Final = 64 << 20
 """Payload bytes of any writer's packs, at most."""
+TABLES_LIMIT: Final = 64 << 10
+"""Bytes of a dtype's tables at most; honest ones have a few hundred."""
 LONE: Final = 16 << 10
 """A chunk of at least so many bytes has a block of its own: it can be fetched, and stored once, alone."""
 INLINE: Final = 4 << 20
@@ -170,10 +172,12 @@ def decode(data: frame.Buffer, what: str) -> Manifest:
                 for i, j in expect.array(fields["moved"], "moved")
             }
             changed = expect.integer(fields["changed"], "changed")
-            tables = {
-                expect.text(dtype, "tables"): bytes(sections.pop(0))
-                for dtype in expect.array(fields.get("tables", []), "tables")
-            }
+            tables = {}
+            for dtype in expect.array(fields.get("tables", []), "tables"):
+                data = bytes(sections.pop(0))
+                if expect.text(dtype, "tables") in tables or len(data) > TABLES_LIMIT:
+                    raise ValueError(f"tables of {dtype!r:.50}: twice, or over {TABLES_LIMIT} bytes")
+                tables[dtype] = data
             patch = Patch(expect.digest(fields["from"], "from"), streams["patch"], moved, changed, tables)
         if not streams:
             raise ValueError("it has neither base nor patch")

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from weightvc.errors import BadFile, BranchMoved, Corrupt, Expired, NotFound
+from weightvc.errors import BadFile, Corrupt, Expired, NotFound
 from weightvc.objects import catalogue, dtypes, frame, key, layout, manifest, version
 from weightvc.objects.catalogue import Entry, Place
 from weightvc.objects.manifest import Manifest, Patch, Stream
@@ -18,7 +18,7 @@ from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Edge, Version
 from weightvc.protocol import coder, parallel, state, swap
-from weightvc.protocol.refs import Refs
+from weightvc.protocol.refs import Refs, moved
 from weightvc.protocol.shelf import Shelf
 from weightvc.sources.base import ReadsRuns, Source
 
@@ -452,16 +452,3 @@ def publish(
 
     landed = swap.change(shelf, make, transaction, seen)
     return placed, landed
-
-
-def moved(branch: str, expected: str | None, head: str | None) -> BranchMoved:
-    """The error for a branch whose head is another one than expected."""
-    here = head[:12] if head else "no version"
-    there = expected[:12] if expected else "no version"
-    return BranchMoved(
-        f"the branch {branch!r} moved: its head is {here}, and this change was made against {there}; "
-        "look at `weightvc log`, then commit again on top",
-        branch=branch,
-        expected=expected,
-        head=head,
-    )

@@ -17,6 +17,7 @@ from weightvc.errors import BadName, BranchMoved, Corrupt, RefNotFound
 from weightvc.objects import frame
 from weightvc.objects.catalogue import COMMIT, Catalogue, Entry
 from weightvc.objects.root import Root
+from weightvc.objects.version import Version
 from weightvc.protocol.shelf import Shelf
 
 NAME_LIMIT: Final = 120
@@ -85,8 +86,10 @@ class Refs:
             raise Corrupt(f"version {ident[:12]} is referred to and not in the catalogue")
         return found
 
-    def resolve(self, expression: str) -> Resolved:
-        """Raises RefNotFound, or BadName for an expression that cannot be read."""
+    def resolve(self, expression: str | Version) -> Resolved:
+        """What an expression, or a version by its id, means. Raises RefNotFound, or BadName for what is neither."""
+        if isinstance(expression, Version):
+            expression = expression.id
         if not isinstance(expression, str) or not expression:
             raise BadName(f"{expression!r:.200} is not a ref: name a branch, a tag or a version id")
         match = _SUFFIX.search(expression)

@@ -9,7 +9,7 @@ from typing import Final
 from weightvc.errors import Corrupt, Expired
 from weightvc.objects import layout
 from weightvc.objects.catalogue import Entry
-from weightvc.objects.manifest import Manifest
+from weightvc.objects.manifest import Manifest, check_blocks
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Edge
 from weightvc.protocol import parallel, state
@@ -178,12 +178,14 @@ def _chain(
     else:
         if first.base is None:
             raise Corrupt(f"{_name(way.start)} is corrupt: the catalogue says that it has a base")
+        check_blocks(first.base, schema, _name(way.start))
         levels.append(Level(schema, first.base, BasePayloads(shelf, first.base, pool, whole=whole), _name(way.start)))
         levels[0].writer = first.writer
     for entry, made in zip(way.steps, manifests, strict=True):
         if made.patch is None:
             raise Corrupt(f"{_name(entry)} is corrupt: the catalogue says that it has a patch")
         above = shelf.schema(made.schema, made.schema_digest)
+        check_blocks(made.patch.stream, above, _name(entry))
         payloads = PatchPayloads(shelf, made.patch.stream, spool, whole=whole)
         mapping = state.chunk_map(above, schema, made.patch.moved)
         stream = replace(made.patch.stream, inline=b"")

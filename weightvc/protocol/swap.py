@@ -21,6 +21,7 @@ from weightvc.errors import (
     KeyNotFound,
     NotFound,
     PreconditionFailed,
+    Refused,
     StateUnknown,
     Unavailable,
 )
@@ -164,13 +165,15 @@ def _spilled(shelf: Shelf, root: Root, transaction: key.Transaction) -> Root:
     old, tail = root.tail[:-recent], root.tail[-recent:]
     segments: Sequence[SegmentRef] = root.segments
     entries: list[Entry] = list(old)
+    data = b""
     # The last segment grows until it is full: few segments, and at most one read and one write a spill.
     if segments and segments[-1].count + len(old) <= SEGMENT:
-        # One that cannot be read stays as it is: it must not stop those who write.
-        with contextlib.suppress(Corrupt, NotFound):
-            entries = [*shelf.segment(segments[-1]), *old]
-            segments = segments[:-1]
-    name = shelf.put(transaction, "segment", catalogue.encode_segment(entries))
+        # One that cannot be read, or would grow too large, stays as it is: it must not stop those who write.
+        with contextlib.suppress(Corrupt, NotFound, Refused):
+            merged = [*shelf.segment(segments[-1]), *old]
+            data = catalogue.encode_segment(merged)
+            entries, segments = merged, segments[:-1]
+    name = shelf.put(transaction, "segment", data or catalogue.encode_segment(entries))
     return replace(root, tail=tail, segments=(*segments, SegmentRef(name, len(entries))))
 
 
