@@ -29,8 +29,13 @@ def test_the_small_demo_ends_with_no_wrong_bit(tmp_path: Path) -> None:
     assert kill is not None
     assert done.stdout.index(rows[2][0]) < kill.start() < done.stdout.index(rows[3][0])
 
-    *_, moved, advice = done.stdout.splitlines()
+    *_, moved, split, look, advice = done.stdout.splitlines()
     assert re.match(r"moved .* where full checkpoints are .*; wrong bits 0$", moved)
+    assert re.match(r"of that \d.* are the base: .*; \d.* are patches and all the rest$", split)
+    assert done.stdout.count("-- B joins late") == 1
+    command = look.removeprefix("look at it: ").split()
+    log = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path.cwd(), env=environment, check=True)
+    assert log.stdout.count("\n") == 10
     assert advice == "try yours: weightvc diff ckpt_a/ ckpt_b/ --stat"
     assert not (tmp_path / "demo" / "truth").exists()
 

@@ -1,5 +1,6 @@
 """The README's examples, run as they stand."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -15,9 +16,9 @@ import weightvc
 ROOT = Path(__file__).parents[1]
 
 
-def blocks(language: str) -> list[str]:
-    """The README's code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    """A page's code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
 
 
 @pytest.fixture
@@ -46,8 +47,45 @@ def test_the_trainer_trains_and_the_rollout_host_follows(place: Path) -> None:
         patch = repository.entry().place
         assert patch is not None
         assert patch.edges[-1].source is not None
-        assert repository.verify("weights").ok
+        assert repository.verify("served").ok
         assert {str(tensor.dtype) for tensor in repository.load().values()} == {"torch.bfloat16"}
+
+
+def test_the_host_waits_and_the_trainer_can_go_on(place: Path) -> None:
+    trainer, host = blocks("python")
+    with subprocess.Popen([sys.executable, "-c", host], stdout=subprocess.PIPE, text=True) as waiting:
+        try:
+            for _ in range(2):
+                run(sys.executable, "-c", trainer)
+            said, _ = waiting.communicate(timeout=60)
+        finally:
+            waiting.kill()
+    assert waiting.returncode == 0
+    assert said.endswith("now at step 9\n")
+    with weightvc.open("policy", cache=None) as repository:
+        assert [version.step for version in repository.log()] == 2 * list(range(9, -1, -1))
+
+
+def test_the_reference_runs(place: Path) -> None:
+    (example,) = blocks("python", "docs/api.md")
+    for _ in range(2):
+        run(sys.executable, "-c", example)
+
+
+@pytest.mark.parametrize("function", [weightvc.init, weightvc.open, weightvc.Repository.commit])
+def test_the_reference_has_all_arguments(function: object) -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "options")]  # type: ignore[arg-type]
+    for name in names:
+        assert re.search(rf"\b{name}\b", text), name
+
+
+def test_the_reference_has_all_public_names() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in weightvc.__all__:
+        assert re.search(rf"\b{name}\b", text), name
+    for name in vars(weightvc.Repository):
+        assert name.startswith("_") or re.search(rf"`{name}\b|, `{name}\b", text), name
 
 
 def test_the_quick_start(place: Path) -> None:

@@ -1,5 +1,7 @@
 """The repository: everything that a user does with one."""
 
+import contextlib
+import operator
 import os
 import threading
 import time
@@ -11,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from weightvc.cache import Cache, default_directory
-from weightvc.errors import BranchMoved, Conflict, Expired, RefNotFound, Refused, TensorNotFound
+from weightvc.errors import (
+    BranchMoved,
+    Conflict,
+    Expired,
+    KeyExists,
+    KeyNotFound,
+    RefNotFound,
+    Refused,
+    TensorNotFound,
+)
 from weightvc.objects import dtypes, key
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.root import Root
@@ -29,6 +40,7 @@ if TYPE_CHECKING:
     from weightvc.worktree import Status, Verification
 
 Progress = Callable[[int, int], None]
+Ref = str | Version
 HEAD: Final = "HEAD"
 RESTARTS: Final = 3
 
@@ -37,19 +49,30 @@ class WeightvcWarning(UserWarning):
     """Something that works and is probably not what was meant."""
 
 
-def init(url: str | os.PathLike[str], *, default_branch: str = "main", **options: Any) -> "Repository":
+def init(
+    url: str | os.PathLike[str], *, default_branch: str = "main", exist_ok: bool = False, **options: Any
+) -> "Repository":
     """Make a repository at a path or URL and open it.
 
     The store is probed with parallel conditional writes first, and refused (UnsafeStore) if it breaks their
-    promises. `options` are those of open(). Raises KeyExists if there is a repository already.
+    promises. `options` are those of open(). If there is a repository already it is opened as it is, with
+    `exist_ok`; else KeyExists is raised.
     """
     from weightvc.objects import root as roots
     from weightvc.stores.probe import probe
 
     check_name(default_branch)
     repository = _connect(url, **options)
+    if exist_ok:
+        with contextlib.suppress(KeyNotFound):
+            repository.refresh()
+            return repository
     result = {} if repository.store.conditional else probe(repository.store)
-    swap.create_root(repository.store, roots.first(default_branch, time.time_ns() // 1000, result))
+    try:
+        swap.create_root(repository.store, roots.first(default_branch, time.time_ns() // 1000, result))
+    except KeyExists:  # somebody made it meanwhile
+        if not exist_ok:
+            raise
     return repository
 
 
@@ -176,25 +199,25 @@ class Repository:
         """Tags and the ids of their versions."""
         return tag_page(self._shelf, self.refresh())[0]
 
-    def resolve(self, ref: str = HEAD) -> Version:
-        """The version that a ref means: a branch, tag, id, main~2, main@{1}, main@{step=121}.
+    def resolve(self, ref: Ref = HEAD) -> Version:
+        """The version that a ref means: a branch, tag, id, main~2, main@{1}, main@{step=121}, or a Version.
 
         Raises RefNotFound, BadName.
         """
         return _version(self._refs().resolve(ref).entry)
 
-    def entry(self, ref: str = HEAD) -> Entry:
+    def entry(self, ref: Ref = HEAD) -> Entry:
         """The catalogue's entry of a version: the version, and where it lies."""
-        if self._last is not None and self._last.new == ref:
+        if self._last is not None and self._last.new == (ref.id if isinstance(ref, Version) else ref):
             return self._last
         return self._refs().resolve(ref).entry
 
-    def log(self, ref: str = HEAD, n: int | None = None) -> Iterator[Version]:
+    def log(self, ref: Ref = HEAD, n: int | None = None) -> Iterator[Version]:
         """A version and everything that it descends from, newest first; at most `n`."""
         for entry in self.entries(ref, n):
             yield _version(entry)
 
-    def entries(self, ref: str | Sequence[str] = HEAD, n: int | None = None) -> Iterator[Entry]:
+    def entries(self, ref: Ref | Sequence[Ref] = HEAD, n: int | None = None) -> Iterator[Entry]:
         """As log(), with what the catalogue knows of each version; of several refs, the union of their histories."""
         import heapq
 
@@ -204,7 +227,7 @@ class Repository:
         if n is not None and n <= 0:
             return
         refs = self._refs()
-        starts = [refs.resolve(one).entry for one in ([ref] if isinstance(ref, str) else ref)]
+        starts = [refs.resolve(one).entry for one in ([ref] if isinstance(ref, Ref) else ref)]
         last: str | None = None
         count = 0
         for entry in heapq.merge(*(refs.ancestors(start) for start in starts), key=order):
@@ -231,10 +254,10 @@ class Repository:
         step: int | None = None,
         run: str | None = None,
         metadata: Mapping[str, Any] | None = None,
-        dtype: str | None = None,
+        dtype: Any = None,
         names: "Literal['hf', 'as-is'] | Callable[[str], str]" = "hf",
-        expect: str | None = None,
-        parents: Sequence[str] = (),
+        expect: Ref | None = None,
+        parents: Sequence[Ref] = (),
         on_conflict: Literal["raise", "rebase"] = "raise",
         base: bool = False,
         name: str | None = None,
@@ -244,14 +267,17 @@ class Repository:
 
         `source` is a path or URL (a safetensors file, a directory, a .pt file), a mapping of torch or numpy tensors,
         a torch module, or a Source. `step` and `run` are labels; `metadata` is anything that JSON keeps exactly.
-        `dtype` casts floating tensors ("bfloat16", "float16", "float32") with torch's rounding. `names` says how a
-        module's tensors are called: as its save_pretrained would, as in its state_dict, or as a function says.
+        `dtype` casts floating tensors ("bfloat16", "float16", "float32", or the torch.dtype) with torch's rounding;
+        the dtype that a config.json beside them names becomes that as well. `names` says how a module's tensors are
+        called: as its save_pretrained would, as in its state_dict, or as a function says. A model of transformers
+        has to write itself to disk for the first of these, at every commit.
         Nothing is copied: do not change the tensors (or train on) until it returns.
 
         The parent is the branch's head, which must be `expect` if that is given (a ref; "" for: no such branch
         yet), else what this object last loaded, checked out or committed there. If somebody else moved the branch,
         BranchMoved is raised and nothing is published; on_conflict="rebase" diffs again on top instead, as often as
-        it takes. branch=None publishes a detached version on parents[0]. Further `parents` are recorded. `base`
+        it takes: your weights replace those of the new head; the other's change is not merged, it stays in the
+        history. branch=None publishes a detached version on parents[0]. Further `parents` are recorded. `base`
         stores the tree whole as well, so that a cold reader can start here. `name` and `exclude` are for files.
 
         Raises Refused (and its kinds), BranchMoved, StateUnknown, StoreError. Whatever is raised, the branch reads
@@ -271,7 +297,7 @@ class Repository:
                 parents=parents,
                 rebase=on_conflict == "rebase",
                 base=base,
-                labels=(message, step, run, metadata),
+                labels=(message, _step(step), run, metadata),
                 cast=dtype is not None,
             )
         finally:
@@ -283,8 +309,8 @@ class Repository:
         source: "Source",
         *,
         branch: str | None,
-        expect: str | None,
-        parents: Sequence[str],
+        expect: Ref | None,
+        parents: Sequence[Ref],
         rebase: bool,
         base: bool,
         labels: tuple[str, int | None, str | None, Mapping[str, Any] | None],
@@ -306,13 +332,13 @@ class Repository:
                 target = check_name(root.default if branch == HEAD else branch)
                 head = root.branches.get(target)
                 wanted = self._wanted(refs, target, head, expect)
-                if head is None:
-                    _check_no_tag(target, refs.tags())
                 if head != wanted:
                     if not (rebase and expect is None):
                         raise moved(target, wanted, head)
                     self._remember(target, head)
                     wanted = head
+                if head is None:
+                    _check_no_tag(target, refs.tags())
                 first = [refs.entry(head)] if head is not None else []
             else:
                 target, wanted, first = None, None, []
@@ -346,7 +372,7 @@ class Repository:
                 except BranchMoved as error:
                     assert target is not None
                     if not rebase or expect is not None:
-                        raise moved(target, error.expected, error.head) from None
+                        raise
                     self._remember(target, error.head)
                     continue
                 except Expired:
@@ -375,7 +401,7 @@ class Repository:
                     )
                 return version
 
-    def _wanted(self, refs: Refs, branch: str, head: str | None, expect: str | None) -> str | None:
+    def _wanted(self, refs: Refs, branch: str, head: str | None, expect: Ref | None) -> str | None:
         if expect is None:
             return self._heads.get(branch, head)
         return refs.resolve(expect).entry.new if expect else None
@@ -384,7 +410,7 @@ class Repository:
         with self._lock:
             self._heads[branch] = head
 
-    def revert(self, ref: str, *, branch: str = HEAD, message: str | None = None, **options: Any) -> Version:
+    def revert(self, ref: Ref, *, branch: str = HEAD, message: str | None = None, **options: Any) -> Version:
         """Make a new version on a branch with the tree and layout of `ref`: back, by going forward."""
         refs = self._refs()
         entry = refs.resolve(ref).entry
@@ -422,7 +448,7 @@ class Repository:
         entry = Entry(op, root.sequence + 1, time.time_ns() // 1000, self.author, name, old, new, message)
         return root.next(tail=(*root.tail, entry), **changes)
 
-    def branch(self, name: str, ref: str = HEAD, *, message: str = "") -> Version:
+    def branch(self, name: str, ref: Ref = HEAD, *, message: str = "") -> Version:
         """Make a branch at a version.
 
         Raises Conflict if there is a branch or a tag of that name, BadName, RefNotFound, Refused.
@@ -444,7 +470,7 @@ class Repository:
         self._change(make)
         return made[0]
 
-    def delete_branch(self, name: str, *, expect: str | None = None) -> str:
+    def delete_branch(self, name: str, *, expect: Ref | None = None) -> str:
         """Delete a branch; its versions stay in the catalogue. Returns the head that it had.
 
         Raises RefNotFound, BranchMoved (`expect`), and Refused for the default branch: HEAD would mean nothing.
@@ -466,7 +492,7 @@ class Repository:
             self._heads.pop(name, None)
         return gone[0]
 
-    def _head_of(self, root: Root, name: str, expect: str | None) -> str:
+    def _head_of(self, root: Root, name: str, expect: Ref | None) -> str:
         head = root.branches.get(name)
         if head is None:
             raise RefNotFound(f"there is no branch {name!r}")
@@ -485,7 +511,7 @@ class Repository:
         self._change(make)
 
     def reset(
-        self, branch: str, ref: str, *, rewind: bool = False, expect: str | None = None, message: str = ""
+        self, branch: str, ref: Ref, *, rewind: bool = False, expect: Ref | None = None, message: str = ""
     ) -> Version:
         """Move a branch to a version. Refused, without `rewind`, if that would leave versions behind."""
         made: list[Version] = []
@@ -508,7 +534,7 @@ class Repository:
         self._remember(Refs(self._shelf, root).name(branch), made[0].id)
         return made[0]
 
-    def tag(self, name: str, ref: str = HEAD, *, force: bool = False) -> Version:
+    def tag(self, name: str, ref: Ref = HEAD, *, force: bool = False) -> Version:
         """Name a version. A tag does not move, and a deleted tag's name means no other version, without `force`.
 
         Raises Conflict for that, and for a branch's name, which would hide the tag; BadName, RefNotFound.
@@ -551,7 +577,7 @@ class Repository:
 
     # Reading weights
 
-    def source(self, ref: str = HEAD, *, whole: bool = False) -> "VersionSource":
+    def source(self, ref: Ref = HEAD, *, whole: bool = False) -> "VersionSource":
         """A version as a source: its tensors and layout, every byte checked. Close it after use."""
         refs = self._refs()
         return self._open(refs, refs.resolve(ref).entry, whole=whole)
@@ -562,7 +588,7 @@ class Repository:
         return VersionSource(self._shelf, refs, entry, whole=whole)
 
     def checkout(
-        self, ref: str, target: str | os.PathLike[str], *, force: bool = False, replace: bool = False
+        self, ref: Ref, target: str | os.PathLike[str], *, force: bool = False, replace: bool = False
     ) -> Version:
         """Write a version's files: into a directory as they were committed, or (*.safetensors) as one file.
 
@@ -621,7 +647,7 @@ class Repository:
 
     def load(
         self,
-        ref: str = HEAD,
+        ref: Ref = HEAD,
         names: Iterable[str] | None = None,
         *,
         component: str = "",
@@ -646,7 +672,7 @@ class Repository:
 
     def tensor(
         self,
-        ref: str,
+        ref: Ref,
         name: str,
         *,
         rows: slice | None = None,
@@ -663,7 +689,7 @@ class Repository:
         with self.source(ref) as source:
             i = source.tree.schema.index.get((component, name))
             if i is None:
-                raise TensorNotFound(f"{ref} has no tensor {name!r:.200}: see `weightvc ls {ref}`")
+                raise TensorNotFound(f"{_said(ref)} has no tensor {name!r:.200}: see `weightvc ls {_said(ref)}`")
             info = source.tensors[i]
             shape, start, stop = info.shape, 0, info.nbytes
             if rows is not None:
@@ -681,12 +707,12 @@ class Repository:
             data = bytearray(source.read(i, start, stop))
             return make(info.dtype, shape, data)
 
-    def tensor_bytes(self, ref: str, name: str, *, component: str = "", piece: int = 64 << 20) -> Iterator[bytes]:
+    def tensor_bytes(self, ref: Ref, name: str, *, component: str = "", piece: int = 64 << 20) -> Iterator[bytes]:
         """The canonical bytes of one tensor, in pieces of at most `piece` bytes."""
         with self.source(ref) as source:
             i = source.tree.schema.index.get((component, name))
             if i is None:
-                raise TensorNotFound(f"{ref} has no tensor {name!r:.200}: see `weightvc ls {ref}`")
+                raise TensorNotFound(f"{_said(ref)} has no tensor {name!r:.200}: see `weightvc ls {_said(ref)}`")
             nbytes = source.tensors[i].nbytes
             for start in range(0, nbytes, piece):
                 yield bytes(source.read(i, start, min(nbytes, start + piece)))
@@ -698,34 +724,34 @@ class Repository:
         with ExitStack() as stack:
             sides = []
             for side in (old, new):
-                if isinstance(side, str) and not os.path.exists(side):
+                if isinstance(side, Version) or (isinstance(side, str) and not os.path.exists(side)):
                     sides.append(stack.enter_context(self.source(side, whole=True)))
                 else:
                     sides.append(side)
             return comparison.diff(sides[0], sides[1], **options)
 
-    def files(self, ref: str = HEAD) -> dict[str, int]:
+    def files(self, ref: Ref = HEAD) -> dict[str, int]:
         """The files that a checkout would write, with their sizes in bytes."""
         from weightvc import worktree
 
         with self.source(ref) as source:
             return {file.path: file.size for file in worktree.plan(self._shelf, source)}
 
-    def cat(self, ref: str, path: str) -> bytes:
+    def cat(self, ref: Ref, path: str) -> bytes:
         """The content of one file of a version, as a checkout would write it.
 
         Raises RefNotFound, NotFound, Corrupt.
         """
         return b"".join(self.file_bytes(ref, path))
 
-    def file_bytes(self, ref: str, path: str, *, piece: int = 64 << 20) -> Iterator[bytes]:
+    def file_bytes(self, ref: Ref, path: str, *, piece: int = 64 << 20) -> Iterator[bytes]:
         """What cat() gives, in pieces of at most `piece` bytes."""
         from weightvc import worktree
 
         with self.source(ref, whole=True) as source:
             yield from worktree.content(self._shelf, source, path, piece)
 
-    def verify(self, target: str | os.PathLike[str], ref: str | None = None) -> "Verification":
+    def verify(self, target: str | os.PathLike[str], ref: Ref | None = None) -> "Verification":
         """Compare a checked-out directory (or file) with its version, or with `ref`, reading every byte."""
         from weightvc import worktree
 
@@ -736,6 +762,20 @@ class Repository:
         from weightvc import worktree
 
         return worktree.status(self._shelf, self._refs(), Path(target))
+
+
+def _step(step: Any) -> Any:
+    # numpy counts in integers of its own; what is no integer is refused where the version is made.
+    if isinstance(step, bool):
+        return step
+    try:
+        return operator.index(step)
+    except TypeError:
+        return step
+
+
+def _said(ref: Ref) -> str:
+    return ref.short if isinstance(ref, Version) else ref
 
 
 def _check_no_tag(branch: str, tags: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from weightvc.errors import BadFile, NotFound, Refused, TensorNotFound
+from weightvc.errors import NotFound, Refused, TensorNotFound
 from weightvc.objects import frame, layout
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.schema import Schema
@@ -273,7 +273,7 @@ class Verification:
 
 
 def verify(
-    shelf: Shelf, refs: Refs, target: Path, ref: str | None, *, progress: Progress | None = None
+    shelf: Shelf, refs: Refs, target: Path, ref: str | Version | None, *, progress: Progress | None = None
 ) -> Verification:
     """Compare a directory or a file with a version, reading every byte of it."""
     marker = read_marker(target) if target.is_dir() else None
@@ -286,8 +286,12 @@ def verify(
     result = Verification(manifest.version)
     try:
         source = _open(target)
-    except BadFile as error:
-        result.files.append(str(error))
+    except Refused as error:
+        # Not as a whole, as where a shard is missing: file by file, then.
+        if target.is_dir():
+            _compare_directly(shelf, entry, target, result)
+        if result.ok:
+            result.files.append(str(error))
         return result
     try:
         _compare_tensors(tree, source, result, progress)
@@ -298,7 +302,7 @@ def verify(
     return result
 
 
-def _entry(refs: Refs, marker: Marker | None, target: Path, ref: str | None) -> Entry:
+def _entry(refs: Refs, marker: Marker | None, target: Path, ref: str | Version | None) -> Entry:
     if ref is not None:
         return refs.resolve(ref).entry
     if marker is None:
@@ -350,6 +354,21 @@ def _compare_files(tree: Tree, stored: layout.Stored | None, source: Source, res
     result.foreign += sorted(set(have) - set(expected))
 
 
+def _compare_directly(shelf: Shelf, entry: Entry, target: Path, result: Verification) -> None:
+    manifest = resolve.manifest_of(shelf, entry)
+    tree = resolve.tree_of(shelf, manifest, "the manifest")
+    expected = [file.path for file in writing.files(tree.schema, resolve.layout_of(shelf, manifest))]
+    with swapping.local_errors(target):
+        found = swapping.scan(target)
+    result.files += _differing(shelf, entry, target, expected)
+    result.foreign += sorted(path for path in found if path not in expected and not _left_out(path))
+
+
+def _left_out(path: str) -> bool:
+    parts = path.split("/")
+    return MARKER in parts or parts[0] == ".git" or path.endswith("/")
+
+
 @dataclass(slots=True)
 class Status:
     """What a directory holds. `behind` counts versions between it and its branch's head; None if it is not on it."""
@@ -365,6 +384,8 @@ class Status:
 
 def status(shelf: Shelf, refs: Refs, target: Path) -> Status:
     """Compare a directory with its marker: sizes, times and inodes first, content where those differ."""
+    if not target.exists():
+        raise NotFound(f"{target} does not exist")
     marker = read_marker(target)
     if marker is None:
         raise Refused(f"{target} does not say which version it holds (no readable {MARKER}): check one out into it")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from weightvc_cli.output import as_json, shape, share, shown, size, table, times
+from weightvc_cli.output import as_json, percent, shape, share, shown, size, table, times
 from weightvc_cli.settings import Settings, json_option, progress, repository_option
 
 if TYPE_CHECKING:
-    from weightvc.comparison import Diff
+    from weightvc.comparison import Diff, TensorDiff
 
 LISTED: Final = 8
 """Steps of up to so many representable values are listed one by one."""
@@ -49,6 +49,7 @@ def diff(
     Each is a path or URL of a checkpoint, or else a version. Two paths need no repository.
     """
     import weightvc
+    from weightvc.errors import RefNotFound
 
     settings: Settings = context.obj
     with ExitStack() as stack:
@@ -58,7 +59,10 @@ def diff(
         if named:
             repository = stack.enter_context(_open(settings, sides[named[0]]))
             for i in named:
-                sides[i] = stack.enter_context(repository.source(sides[i], whole=True))
+                try:
+                    sides[i] = stack.enter_context(repository.source(sides[i], whole=True))
+                except RefNotFound as error:
+                    raise RefNotFound(f"{error}, nor a path here") from None
         found = weightvc.diff(*sides, progress=bar, dtype=dtype)
     if settings.json:
         click.echo(as_json(_json(found, step_time, readers)))
@@ -103,6 +107,10 @@ def _called(component: str, name: str) -> str:
     return shown(f"{component}/{name}" if component else name)
 
 
+def _density(tensor: "TensorDiff") -> str:
+    return percent(tensor.density) if tensor.status != "removed" else ""
+
+
 def _totals(found: "Diff") -> str:
     differ = sum(tensor.status != "same" for tensor in found.tensors)
     return (
@@ -112,7 +120,7 @@ def _totals(found: "Diff") -> str:
 
 
 def _summary(found: "Diff") -> list[str]:
-    rows = [(t.status, share(t.density), _called(t.component, t.name)) for t in found.tensors if t.status != "same"]
+    rows = [(t.status, _density(t), _called(t.component, t.name)) for t in found.tensors if t.status != "same"]
     return [*(table(rows, "lrl") if rows else []), _totals(found)]
 
 
@@ -121,9 +129,9 @@ def _stat(found: "Diff", step_time: float, readers: int) -> list[str]:
     rows += [
         (
             t.status,
-            str(t.changed),
-            share(t.density),
-            size(t.patch),
+            str(t.changed) if t.status != "removed" else "",
+            _density(t),
+            size(t.patch) if t.status != "removed" else "",
             t.dtype,
             shape(t.shape),
             _called(t.component, t.name),
@@ -137,7 +145,7 @@ def _stat(found: "Diff", step_time: float, readers: int) -> list[str]:
         counted = [(f"{step:+d}", n) for step, n in found.steps.items() if 0 < abs(step) <= LISTED]
         far = found.changed - sum(n for _, n in counted)
         counted += [("others", far)] if far > 0 else []
-        lines += table([(f"  {step}", str(n), share(n / found.changed)) for step, n in counted], "rrr")
+        lines += table([(f"  {step}", str(n), percent(n / found.changed)) for step, n in counted], "rrr")
     each = f", {found.patch / found.changed:.2f} bytes a changed element" if found.changed else ""
     ratio = f", {times(found.full / found.patch)} smaller than" if found.patch else ", beside"
     lines += ["", f"A patch would weigh {size(found.patch)}{each}{ratio} the whole ({size(found.full)})."]

@@ -19,7 +19,7 @@ from weightvc_cli.output import (
     table,
     weight,
 )
-from weightvc_cli.settings import Settings, json_option, repository_option, stats_option
+from weightvc_cli.settings import Settings, json_option, repository_option
 
 if TYPE_CHECKING:
     from weightvc.objects.catalogue import Entry
@@ -37,7 +37,6 @@ PIECE: Final = 64 << 20
 @click.option("--graph", is_flag=True, help="Draw the history's lanes.")
 @click.option("--all", "all_branches", is_flag=True, help="All branches.")
 @json_option
-@stats_option
 @repository_option
 @click.pass_obj
 def log(

@@ -9,9 +9,9 @@ from typing import Any, Final, NoReturn
 import click
 
 from weightvc import __version__
-from weightvc.errors import Refused, WeightvcError
+from weightvc.errors import AccessDenied, KeyNotFound, Refused, Unavailable, WeightvcError
 from weightvc_cli.output import as_json, shown
-from weightvc_cli.settings import Settings, repository_option, set_value
+from weightvc_cli.settings import Settings, repository_option
 
 # Commands are imported when they are asked for: `weightvc --version` should not wait for `commit`.
 COMMANDS: Final = {
@@ -47,6 +47,23 @@ class _Commands(click.Group):
             # click would make it status 1, which is for bugs.
             raise click.exceptions.Exit(CLOSED_PIPE) from None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name == "help":
+            # `weightvc help log` is `weightvc log --help`.
+            args = [args[1], "--help"] if len(args) > 1 else args
+            if len(args) == 1:
+                click.echo(ctx.get_help())
+                raise click.exceptions.Exit
+        elif name not in COMMANDS and not name.startswith("-"):
+            import difflib
+
+            close = difflib.get_close_matches(name, COMMANDS)
+            ctx.fail(f"no command {name!r}" + (f": did you mean {' or '.join(close)}?" if close else ""))
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         module = COMMANDS.get(cmd_name)
         if module is None:
@@ -58,9 +75,6 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @repository_option
-@click.option("--endpoint-url", metavar="URL", callback=set_value, expose_value=False, help="S3 server.")
-@click.option("--region", metavar="NAME", callback=set_value, expose_value=False, help="S3 region.")
-@click.option("--profile", metavar="NAME", callback=set_value, expose_value=False, help="Profile of AWS credentials.")
 @click.version_option(__version__, message="weightvc %(version)s")
 def cli() -> None:
     """git for model weights, on object storage.
@@ -104,7 +118,8 @@ def _run(settings: Settings) -> int:
         settings.json = settings.json or "--json" in sys.argv
         return _fail(settings, "Usage", f"{error.format_message()} (see `{hint} --help`)", error.exit_code, error)
     except WeightvcError as error:
-        return _fail(settings, type(error).__name__, str(error), error.exit_code, error)
+        hint = settings.hint() if isinstance(error, KeyNotFound | AccessDenied | Unavailable) else ""
+        return _fail(settings, type(error).__name__, f"{error}{hint}", error.exit_code, error)
     except BrokenPipeError:
         raise
     except OSError as error:

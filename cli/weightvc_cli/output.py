@@ -44,6 +44,11 @@ def share(part: float) -> str:
     return f"{100 * part:.3g} %"
 
 
+def percent(part: float) -> str:
+    """A share of 1, in percent with fixed decimals, for a column of them."""
+    return f"{100 * part:.3f} %"
+
+
 def times(ratio: float) -> str:
     """A ratio: 8.3x, 180x."""
     return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:.0f}x"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from weightvc_cli.output import as_json, first_line
-from weightvc_cli.settings import Settings, json_option, repository_option, stats_option
+from weightvc_cli.settings import Settings, json_option, repository_option
 from weightvc_cli.work import report_commit, report_version
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ def reset(settings: Settings, branch: str, ref: str, rewind: bool, expect: str |
 @click.option("-b", "--branch", default="HEAD", metavar="NAME", help="The branch (HEAD).")
 @click.option("-m", "--message", help="The message; by default it says what was reverted to.")
 @json_option
-@stats_option
 @repository_option
 @click.pass_obj
 def revert(settings: Settings, ref: str, branch: str, message: str | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from weightvc.errors import BadFile, NotFound
-from weightvc_cli.output import as_json, size
+from weightvc_cli.output import as_json, shown, size
 
 if TYPE_CHECKING:
     from weightvc.repository import Repository
@@ -35,6 +35,8 @@ class Settings:
         self.no_cache = False
         self.json = False
         self.stats = False
+        self.opened = ""
+        """The repository that a command works on, once it is known."""
 
     def options(self) -> dict[str, Any]:
         """Options for weightvc.open() and weightvc.init()."""
@@ -73,15 +75,33 @@ class Settings:
         import weightvc
 
         with progress(what) as bar:
-            repository = weightvc.open(self.find(near), lazy=True, progress=bar, **self.options())
+            self.opened = self.find(near)
+            repository = weightvc.open(self.opened, lazy=True, progress=bar, **self.options())
             try:
                 yield repository
             finally:
                 repository.close()
-                if self.stats:
-                    self._print_stats(repository)
+                self.print_stats(repository)
 
-    def _print_stats(self, repository: "Repository") -> None:
+    def hint(self) -> str:
+        """What to add where a repository was not reached or not found: S3 is not Amazon's alone."""
+        said = self.endpoint_url is not None or "endpoint_url=" in self.opened
+        said = said or any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"))
+        if said or not self.opened.startswith("s3://"):
+            return ""
+        return "; if it is not on Amazon's S3, name the server with --endpoint-url URL or AWS_ENDPOINT_URL"
+
+    def note(self, text: str) -> None:
+        """Say something on stderr that is worth knowing and no warning."""
+        if self.json:
+            click.echo(as_json({"note": text}), err=True)
+        else:
+            click.echo(f"weightvc: note: {shown(text)}", err=True)
+
+    def print_stats(self, repository: "Repository") -> None:
+        """Print requests and bytes, if that was asked for."""
+        if not self.stats:
+            return
         stats = repository.stats
         names = ("reads", "writes", "lists", "deletes", "bytes_read", "bytes_written")
         if self.json:
@@ -156,7 +176,16 @@ def set_value(context: click.Context, parameter: click.Parameter, value: Any) ->
 
 
 def repository_option(command: F) -> F:
-    """Add -r and --no-cache."""
+    """Add what says which repository and how it is reached: -r, the options of S3, --no-cache, --stats."""
+    command = click.option(
+        "--stats", is_flag=True, callback=set_value, expose_value=False, help="Print requests and bytes on stderr."
+    )(command)
+    for name, value, text in (
+        ("--profile", "NAME", "Profile of AWS credentials."),
+        ("--region", "NAME", "S3 region."),
+        ("--endpoint-url", "URL", "S3 server."),
+    ):
+        command = click.option(name, metavar=value, callback=set_value, expose_value=False, help=text)(command)
     command = click.option(
         "--no-cache", is_flag=True, callback=set_value, expose_value=False, help="Neither read nor write the cache."
     )(command)
@@ -174,11 +203,4 @@ def json_option(command: F) -> F:
         callback=set_value,
         expose_value=False,
         help="Report as JSON; errors too.",
-    )(command)
-
-
-def stats_option(command: F) -> F:
-    """Add --stats."""
-    return click.option(
-        "--stats", is_flag=True, callback=set_value, expose_value=False, help="Print requests and bytes on stderr."
     )(command)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,13 @@ from weightvc_cli.settings import (
     checkout_here,
     json_option,
     repository_option,
-    stats_option,
 )
 
 if TYPE_CHECKING:
     from weightvc.objects.version import Version
     from weightvc.protocol.checkout import Marker
     from weightvc.repository import Repository
+    from weightvc.worktree import Verification
 
 
 @click.command()
@@ -40,11 +42,13 @@ def init(settings: Settings, url: str | None, branch: str) -> None:
     if url == "":
         raise click.UsageError("the URL is empty")
     place = url if url is not None else settings.named() or PLACE
+    settings.opened = place
     with weightvc.init(place, default_branch=branch, **settings.options()) as repository:
         if settings.json:
             click.echo(as_json({"url": repository.url, "default": branch}))
         else:
             click.echo(f"made an empty repository at {shown(repository.url)}")
+        settings.print_stats(repository)
 
 
 def _metadata(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -80,10 +84,13 @@ def _no_constant(text: str) -> Any:
 @click.option("--detach", is_flag=True, help="On no branch; the first --parent is what it is diffed against.")
 @click.option("--parent", metavar="REF", multiple=True, help="A further parent.")
 @click.option("--expect", metavar="REF", help="Only if this is the branch's head; '' for: no such branch yet.")
-@click.option("--rebase", is_flag=True, help="If the branch moved, diff again on top of its new head.")
+@click.option(
+    "--rebase",
+    is_flag=True,
+    help="If the branch moved, diff again on top of its new head: your weights replace its; nothing is merged.",
+)
 @click.option("--base", is_flag=True, help="Store it whole as well.")
 @json_option
-@stats_option
 @repository_option
 @click.pass_obj
 def commit(
@@ -107,6 +114,9 @@ def commit(
 
     PATH is a checkpoint file, a directory of them, or a URL. A checked-out directory is committed to its branch: if
     that has moved since, nothing is committed (exit status 4) unless --rebase or --expect say so.
+
+    With --rebase your weights replace those of the new head; the other's change is not merged, it stays in the
+    history.
     """
     if detach and (branch is not None or expect is not None or rebase):
         raise click.UsageError("--detach is on no branch: leave --branch, --expect and --rebase out")
@@ -114,15 +124,28 @@ def commit(
         raise click.UsageError("--rebase takes any head and --expect only one: leave one out")
     from weightvc.protocol.checkout import scan
 
+    _must_exist(path)
     began = time.monotonic()
     with settings.open(what="commit") as repository:
-        marker = None if detach else _marker(repository, path, branch)
+        marker = _marker(repository, path)
+        if detach:
+            marker = None
+        elif marker is not None:
+            follows = _branch(repository, marker, branch)
+            if follows is not None and follows not in repository.branches() and follows != marker.branch:
+                # A new branch grows out of the version that the directory holds.
+                parent = (marker.version, *parent)
+                expect = "" if expect is None and not rebase else expect
+            elif follows is not None and expect is None and not rebase:
+                expect = marker.version
+            marker = replace(marker, branch=follows) if follows is not None else None
         # As it is before the commit reads it: what is changed while it runs is then seen to be.
         found = scan(Path(path)) if marker is not None else {}
         if marker is not None:
             branch = marker.branch
-            if expect is None and not rebase:
-                expect = marker.version
+        before = None
+        if rebase:
+            before = marker.version if marker is not None else repository.branches().get(_name(repository, branch))
         made = repository.commit(
             path,
             branch=None if detach else branch or "HEAD",
@@ -141,25 +164,49 @@ def commit(
         if marker is not None:
             repository.mark(path, made, branch=marker.branch, found=found, exact=dtype is None)
         report_commit(settings, repository, made, began)
+        if before is not None and made.parents and made.parents[0] != before:
+            head = repository.resolve(made.parents[0])
+            said = f', "{first_line(head.message)}"' if head.message else ""
+            settings.note(f"on top of {head.short} (by {head.author}{said}), whose weights these replace")
 
 
-def _marker(repository: "Repository", path: str, branch: str | None) -> "Marker | None":
-    """The marker of a checked-out directory, if it is on a branch, and that is the one to commit to."""
-    from weightvc.errors import RefNotFound
+def _must_exist(path: str) -> None:
+    from weightvc.errors import NotFound
+    from weightvc.sources.files import is_url
+
+    if not is_url(path) and not os.path.exists(path.removeprefix("file://")):
+        raise NotFound(f"{path} does not exist: name a file or directory that does")
+
+
+def _name(repository: "Repository", branch: str | None) -> str:
+    return repository.default_branch if branch in (None, "HEAD", "@") else str(branch)
+
+
+def _marker(repository: "Repository", path: str) -> "Marker | None":
+    """The marker of a checked-out directory. Raises Refused if it is of another repository."""
+    from weightvc.errors import RefNotFound, Refused
     from weightvc.protocol.checkout import read_marker
 
     marker = read_marker(Path(path)) if os.path.isdir(path) else None
-    if marker is None or marker.branch is None:
-        return None
-    if branch in ("HEAD", "@"):
-        branch = repository.default_branch
-    if branch not in (None, marker.branch):
+    if marker is None:
         return None
     try:
+        # A repository that was moved is the same one: its versions say so, not its URL.
         repository.resolve(marker.version)
     except RefNotFound:
-        return None
+        raise Refused(
+            f"{path} holds version {marker.version[:12]} of {marker.repository}, which is not in {repository.url}: "
+            f"commit to that one with `-r {marker.repository}`, or remove {os.path.join(path, PLACE)}"
+        ) from None
     return marker
+
+
+def _branch(repository: "Repository", marker: "Marker", branch: str | None) -> str | None:
+    """The branch that a checked-out directory is committed to against what it holds; None for any other."""
+    if branch is None:
+        return marker.branch
+    name = _name(repository, branch)
+    return name if name == marker.branch or name not in repository.branches() else None
 
 
 def report_commit(settings: Settings, repository: "Repository", made: "Version", began: float) -> None:
@@ -182,7 +229,8 @@ def report_commit(settings: Settings, repository: "Repository", made: "Version",
         click.echo(as_json(fields))
         return
     text = f"[{entry.name or 'detached'} {made.short}] {first_line(made.message)}"
-    click.echo(f"{text.rstrip()}  ({weight(entry)})")
+    same = changed(entry) == 0 and bool(made.parents) and repository.resolve(made.parents[0]).tree == made.tree
+    click.echo(f"{text.rstrip()}  ({'same weights as its parent' if same else weight(entry)})")
 
 
 def report_version(settings: Settings, what: str, made: "Version", more: str = "") -> None:
@@ -209,7 +257,6 @@ def _checkout(settings: Settings, ref: str, target: str, force: bool, replace: b
     help="Let go of changed files, and keep foreign ones beside the version's; replace a single file.",
 )
 @json_option
-@stats_option
 @repository_option
 @click.pass_obj
 def checkout(settings: Settings, ref: str, target: str, force: bool) -> None:
@@ -226,7 +273,6 @@ def checkout(settings: Settings, ref: str, target: str, force: bool) -> None:
 @click.option("--into", "target", metavar="DIR", required=True, help="The checked-out directory.")
 @click.option("-f", "--force", is_flag=True, help="Keep files that are not the version's beside it.")
 @json_option
-@stats_option
 @repository_option
 @click.pass_obj
 def pull(settings: Settings, ref: str, target: str, force: bool) -> None:
@@ -249,6 +295,8 @@ def status(settings: Settings, target: str | None) -> None:
     DIR is the checkout around the working directory unless given.
     """
     target = target or checkout_here()
+    _must_exist(target)
+    _check_no_repository(target)
     with settings.open(near=target) as repository:
         found = repository.status(target)
     clean = not (found.changed or found.missing)
@@ -281,6 +329,19 @@ def status(settings: Settings, target: str | None) -> None:
         click.echo("nothing changed")
 
 
+def _check_no_repository(target: str) -> None:
+    from weightvc.errors import Refused
+
+    if os.path.isfile(os.path.join(target, PLACE)):
+        return
+    for place in (os.path.join(target, PLACE), target):
+        if os.path.isfile(os.path.join(place, "root")):
+            raise Refused(
+                f"{target} is no checkout: the repository lies in {place}. Name a checked-out directory, or see "
+                "`weightvc log`"
+            )
+
+
 @click.command()
 @click.argument("target", metavar="[DIR]", required=False)
 @click.argument("ref", required=False)
@@ -295,8 +356,10 @@ def verify(settings: Settings, target: str | None, ref: str | None) -> None:
     from weightvc.errors import Corrupt
 
     target = target or checkout_here()
+    _must_exist(target)
     with settings.open(near=target) as repository:
         found = repository.verify(target, ref)
+        mend = "" if found.ok else _mend(repository, target, found)
     version = found.version
     if settings.json:
         fields = {
@@ -312,10 +375,24 @@ def verify(settings: Settings, target: str | None, ref: str | None) -> None:
             for name in names:
                 click.echo(f"{what}: {shown(name)}")
     if not found.ok:
-        if found.tensors or found.files:
-            mend = f"is not version {version.short}: mend it with `weightvc pull {version.short} --into {target}`"
-        else:
-            mend = f"has files that version {version.short} has not: move them away"
-        raise Corrupt(f"{target} {mend}")
+        what = "is not" if found.tensors or found.files else "has files that are not in"
+        raise Corrupt(f"{target} {what} version {version.short}{mend}")
     if not settings.json:
         click.echo(f"{shown(target)} is version {version.short}, bit for bit")
+
+
+def _mend(repository: "Repository", target: str, found: "Verification") -> str:
+    """What brings a checkout to the version that it ought to be. Nothing, if it was compared with another one."""
+    from weightvc.protocol.checkout import read_marker
+
+    marker = read_marker(Path(target)) if os.path.isdir(target) else None
+    if marker is None or marker.version != found.version.id:
+        return f", but {marker.version[:12]} was checked out into it" if marker is not None else ""
+    if not (found.tensors or found.files):
+        return ": move them away"
+    # By its branch, if that is still there, so that the directory goes on following it.
+    name = marker.branch
+    if name is None or repository.branches().get(name) != found.version.id:
+        name = found.version.short
+    keep = " --force" if found.foreign else ""
+    return f": mend it with `weightvc pull {name} --into {shlex.quote(target)}{keep}`"

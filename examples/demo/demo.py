@@ -97,6 +97,7 @@ class Demo:
         elif event == "committed":
             self.versions.append(said)
             if said["step"] == self.args.join_at and "B" not in self.running:
+                print("-- B joins late, holding nothing: the base and the patches since bring it to the newest step")
                 self.start("B", "follower.py", self.directory / "B")
         elif event == "half-way":
             self.kill(said)
@@ -151,9 +152,12 @@ class Demo:
         held = [len(self.verified[who]) for who in "AB"]
         full = self.versions[0]["full"] * (len(self.versions) + sum(held))
         moved = sum(self.moved.values())
+        bases = 4 * self.versions[0]["stored"]
         print(
             f"\nmoved {size(moved)} where full checkpoints are {size(full)}, {full / moved:.0f} times less "
-            f"({len(self.versions)} versions up, {held[0]} down to A, {held[1]} down to B); wrong bits {self.wrong}"
+            f"({len(self.versions)} versions up, {held[0]} down to A, {held[1]} down to B); wrong bits {self.wrong}\n"
+            f"of that {size(bases)} are the base: once up, once down to A, once to B, once back to the trainer for "
+            f"the revert; {size(moved - bases)} are patches and all the rest"
         )
 
 
@@ -191,6 +195,11 @@ def main() -> None:
     demo.summary()
     for path in (directory / "truth", *directory.glob("cache-*")):
         shutil.rmtree(path)
+    command = Path(sys.executable).with_name("weightvc")
+    places = [
+        path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path for path in (command, directory)
+    ]
+    print(f"look at it: {places[0]} -r {places[1] / 'repository'} log --oneline")
     print("try yours: weightvc diff ckpt_a/ ckpt_b/ --stat")
     sys.exit(1 if demo.wrong else 0)
 

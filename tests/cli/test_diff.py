@@ -25,7 +25,9 @@ def test_paths_need_no_repository(shell: Shell) -> None:
     assert found["full_bytes"] == 140
     assert found["patch_bytes"] == sum(t["patch_bytes"] for t in found["tensors"])
     out = shell.out("diff", old, new)
-    assert "removed" in out
+    assert "removed             gone\n" in out
+    assert "added    100.000 %  more\n" in out
+    assert "%" not in next(line for line in shell.out("diff", old, new, "--stat").splitlines() if "gone" in line)
     assert "3 of 4 tensors differ, 3 of 70 elements" in out
     assert " b\n" not in out
 
@@ -63,7 +65,9 @@ def test_versions_and_paths_mix(shell: Shell, history: dict[str, str]) -> None:
     assert (found["changed"], found["elements"]) == (2, 68)
     assert shell.json("diff", "v1", "2.safetensors")["changed"] == 0
     assert shell.json("diff", "2.safetensors", "main")["changed"] == 2
-    assert "no branch, tag or version" in shell.fails(3, "diff", "main", "nothing")
+    message = shell.fails(3, "diff", "main", "nothing")
+    assert "no branch, tag or version" in message
+    assert message.endswith(", nor a path here")
 
 
 def test_dtype_casts_both(shell: Shell) -> None:

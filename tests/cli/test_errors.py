@@ -28,6 +28,9 @@ def test_version_and_help(shell: Shell) -> None:
 
 def test_usage_errors(shell: Shell) -> None:
     assert "nothing" in shell.fails(2, "nothing")
+    assert "did you mean commit?" in shell.fails(2, "comit", "x")
+    assert shell.out("help") == shell.out("--help")
+    assert shell.out("help", "log") == shell.out("log", "--help")
     assert "weightvc commit --help" in shell.fails(2, "commit")
     error = json.loads(shell.run("commit", "--json", "-m", code=2).stderr)
     assert (error["error"], error["exit_code"]) == ("Usage", 2)
@@ -53,7 +56,16 @@ def test_a_corrupt_root_is_named(shell: Shell, history: dict[str, str]) -> None:
 def test_an_unreachable_store(shell: Shell) -> None:
     env = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     url = "s3://bucket/prefix?attempts=1&connect_timeout=1"
-    assert "s3" in shell.fails(9, "-r", url, "--endpoint-url", "http://127.0.0.1:1", "log", env=env)
+    server = ["--endpoint-url", "http://127.0.0.1:1"]
+    for args in ([*server, "log", "-r", url], ["log", "-r", url, *server, "--region", "us-east-1"]):
+        message = shell.fails(9, *args, env=env)
+        assert "s3" in message
+        assert "AWS_ENDPOINT_URL" not in message
+    # Who named no server may have meant another than Amazon's. (Here a file says where that one is.)
+    (shell.cwd / "config").write_text("[default]\nendpoint_url = http://127.0.0.1:1\nregion = us-east-1\n")
+    message = shell.fails(9, "log", "-r", url, env=env | {"AWS_CONFIG_FILE": str(shell.cwd / "config")})
+    assert message.count("--endpoint-url URL or AWS_ENDPOINT_URL") == 1
+    shell.fails(8, "log", "-r", "somewhere", "--profile", "x")
 
 
 def test_a_bug_is_called_one(shell: Shell, history: dict[str, str]) -> None:
@@ -172,7 +184,7 @@ def test_a_link_may_not_lead_out(shell: Shell) -> None:
     (shell.cwd / "secret").write_text("secret")
     (folder / "config.json").symlink_to(shell.cwd / "secret")
     assert "config.json" in shell.fails(8, "commit", folder)
-    shell.fails(8, "commit", folder / "nothing")
+    assert "does not exist" in shell.fails(3, "commit", folder / "nothing")
 
 
 def test_names_of_tensors_are_kept_exactly(shell: Shell) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.conftest import Shell
 from weightvc_cli import settings
-from weightvc_cli.output import share, shown, size, times
+from weightvc_cli.output import percent, share, shown, size, times
 
 HEAVY = ("numpy", "torch", "boto3", "numba", "fsspec", "s3fs")
 
@@ -72,5 +72,6 @@ def test_numbers_are_short() -> None:
         "5000 TB",
     ]
     assert [share(p) for p in (0, 0.00929, 1)] == ["0 %", "0.929 %", "100 %"]
+    assert [percent(p) for p in (0, 0.00929, 1)] == ["0.000 %", "0.929 %", "100.000 %"]
     assert [times(r) for r in (1.52, 9.94, 176.4)] == ["1.5x", "9.9x", "176x"]
     assert shown("a\x1b\té\n") == "a\\x1b\\té\\n"

@@ -186,7 +186,11 @@ def test_status_and_verify(shell: Shell, history: dict[str, str], follow: Follow
     assert shell.json("verify", "2.safetensors", "v1")["ok"]
     shell.fails(8, "verify", "2.safetensors")
     shell.fails(3, "verify", "nothing", "main")
-    shell.fails(8, "status", "home")
+    assert "does not exist" in shell.fails(3, "status", "nothing")
+    assert "`weightvc log`" in shell.fails(8, "status")
+    assert "`weightvc log`" in shell.fails(8, "status", ".weightvc")
+    (shell.cwd / "empty").mkdir()
+    assert "holds" in shell.fails(8, "status", "empty")
 
 
 def test_a_checkout_follows_its_branch(shell: Shell, history: dict[str, str], follow: Follow) -> None:
@@ -214,8 +218,14 @@ def test_a_moved_branch_is_a_conflict(shell: Shell, history: dict[str, str], fol
     # Another branch is not the one that the directory follows.
     assert shell.json("commit", "out", "-b", "exp")["parents"] == [history["exp1"]]
     shell.fails(4, "commit", "out", "--expect", "main~1")
-    made = shell.json("commit", "out", "--rebase")
+    done = shell.run("commit", "out", "--rebase", "--json")
+    made = json.loads(done.stdout)
     assert made["parents"] == [newest]
+    said = f'on top of {newest[:12]} (by tester@host, "message 4"), whose weights these replace'
+    assert json.loads(done.stderr) == {"note": said}
+    # Nobody was there in between, this time.
+    assert "same weights as its parent" in shell.out("commit", "out", "--rebase")
+    made = shell.json("status", "out") | {"id": shell.json("show", "main")["id"]}
     assert shell.json("status", "out")["version"] == made["id"]
     follow("out", 6)
     shell.run("commit", "out", "--expect", "main")
@@ -307,3 +317,83 @@ def test_what_verify_says_mends_it(shell: Shell, history: dict[str, str], follow
     advice = shell.run("verify", "out", code=7).stderr.rpartition("`weightvc ")[2].rstrip("`\n")
     shell.run(*advice.split())
     assert shell.json("verify", "out")["ok"]
+
+
+def test_a_checkout_of_another_repository_is_not_committed_here(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("init", "other")
+    shell.run("-r", "other", "commit", "1.safetensors", "-m", "other")
+    shell.run("-r", "other", "checkout", "main", "out")
+    for options in ([], ["--detach"], ["-b", "new"]):
+        message = shell.fails(8, "commit", "out", *options)
+        for word in (str(shell.cwd / "other"), str(shell.cwd / ".weightvc"), "`-r ", "remove out/.weightvc"):
+            assert word in message
+    assert shell.json("show")["id"] == history["merge"]
+    shell.run("-r", "other", "commit", "out")
+    # A repository that was moved is still the one that it came from.
+    (shell.cwd / "other").rename(shell.cwd / "moved")
+    shell.run("-r", "moved", "commit", "out")
+    (shell.cwd / "out/.weightvc").unlink()
+    shell.run("commit", "out")
+
+
+def test_a_new_branch_grows_out_of_what_a_checkout_holds(
+    shell: Shell, history: dict[str, str], follow: Follow
+) -> None:
+    for ref in ("main~1", history["exp1"]):
+        shell.run("checkout", ref, "out", "--force")
+        follow("out", 5)
+        name = f"new{ref[:4]}"
+        made = shell.json("commit", "out", "-b", name)
+        held = shell.json("show", ref)["id"]
+        assert (made["branch"], made["parents"]) == (name, [held])
+        assert [edge["from"] for edge in shell.json("show", name)["edges"]] == [held]
+        status = shell.json("status", "out")
+        assert (status["version"], status["branch"], status["clean"]) == (made["id"], name, True)
+
+
+def test_verify_lists_all_that_differs_without_a_shard(shell: Shell) -> None:
+    shell.run("init")
+    folder = shell.cwd / "model"
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    checkpoint(folder / names[0], w=bytes(64))
+    checkpoint(folder / names[1], b=bytes(64))
+    index = {"metadata": {"total_size": 128}, "weight_map": {"w": names[0], "b": names[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text("{}")
+    first = shell.json("commit", folder)["id"]
+    shell.run("commit", checkpoint(shell.cwd / "x.safetensors", w=bytes(64)))
+    shell.run("checkout", "main~1", "out")
+    (shell.cwd / "out" / names[1]).unlink()
+    (shell.cwd / "out/config.json").write_text("[]")
+    done = shell.run("verify", "out", "--json", code=7)
+    found = json.loads(done.stdout)
+    assert (found["files"], found["foreign"]) == (["config.json", names[1]], [])
+    # Another version is not what this directory ought to be.
+    advice = shell.run("verify", "out", "main", code=7).stderr
+    assert "mend" not in advice
+    assert first[:12] in advice
+    (shell.cwd / "out/mine.txt").write_text("mine")
+    done = shell.run("verify", "out", code=7)
+    assert "foreign: mine.txt\n" in done.stdout
+    shell.run(*done.stderr.rpartition("`weightvc ")[2].rstrip("`\n").split())
+    assert (shell.cwd / "out" / names[1]).read_bytes() == (folder / names[1]).read_bytes()
+    assert "move them away" in shell.run("verify", "out", code=7).stderr
+
+
+def test_every_command_tells_its_requests(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("checkout", "main", "out")
+    for args in (
+        ["init", "more"],
+        ["status", "out"],
+        ["verify", "out"],
+        ["show"],
+        ["ls"],
+        ["cat", "main", "--tensor", "b"],
+        ["reflog"],
+        ["branch"],
+        ["tag"],
+        ["reset", "main", "main"],
+        ["diff", "main~1", "main"],
+    ):
+        assert " reads, " in shell.run(*args, "--stats").stderr
+        assert " reads, " in shell.run("--stats", *args[:1], *[a.replace("more", "most") for a in args[1:]]).stderr

@@ -100,9 +100,60 @@ def test_a_directory_is_the_one_that_would_have_been_saved_in_that_dtype(tmp_pat
         index = json.dumps({"metadata": {"total_size": total, "x": 1}, "weight_map": weight_map}, indent=2)
         (tmp_path / folder / "m.safetensors.index.json").write_text(index)
         (tmp_path / folder / "sub/m.safetensors.index.json").write_text('{"weight_map": {"c": "3.safetensors"}}')
-        (tmp_path / folder / "config.json").write_text('{"torch_dtype": "float32"}')
+        (tmp_path / folder / "config.json").write_text(f'{{"torch_dtype": "{"bfloat16" if kind else "float32"}"}}')
     source = open_source(tmp_path / "old", dtype="bf16")
     wanted = {str(p.relative_to(tmp_path / "new")): p.read_bytes() for p in (tmp_path / "new").rglob("*.*")}
     assert files(source) == wanted
     source.check()
     source.close()
+
+
+def test_a_torch_dtype_is_as_good_as_its_name():
+    tensors = {"w": torch.ones(3)}
+    assert content(open_source(tensors, dtype=torch.bfloat16)) == content(open_source(tensors, dtype="bfloat16"))
+    with pytest.raises(Refused, match="bfloat16, bf16, float16"):
+        open_source(tensors, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{ "dtype" :"float32", "x": 1.50}', '{ "dtype" :"bfloat16", "x": 1.50}'),
+        ('{"torch_dtype": "float16", "dtype": "float32"}', '{"torch_dtype": "bfloat16", "dtype": "bfloat16"}'),
+        # A part's own dtype, and one that is no text or no float, stay.
+        (
+            '{"vision": {"dtype": "float32"}, "dtype": "float32"}',
+            '{"vision": {"dtype": "float32"}, "dtype": "bfloat16"}',
+        ),
+        ('{"a": {"dtype": "float32"}}', None),
+        ('{"dtype": "int8", "torch_dtype": null}', None),
+        ("[1]", None),
+        ('{"dtype": "float32"', None),
+    ],
+)
+def test_a_config_says_what_the_weights_became(tmp_path, before, after):
+    for folder in (tmp_path, tmp_path / "part", tmp_path / "tokenizer"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(before)
+    for folder in (tmp_path, tmp_path / "part"):
+        safetensors.torch.save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    found = files(open_source(tmp_path, dtype="bf16"))
+    wanted = (before if after is None else after).encode()
+    assert found["config.json"] == found["part/config.json"] == wanted
+    assert found["tokenizer/config.json"] == before.encode()
+    # Nothing to cast is nothing to say.
+    assert files(open_source(tmp_path, dtype="fp32"))["config.json"] == before.encode()
+
+
+def test_transformers_loads_what_was_committed(tmp_path):
+    import transformers
+
+    import weightvc
+
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8, dtype="float32")
+    transformers.GPT2Model(config).save_pretrained(tmp_path / "saved")
+    with weightvc.init(tmp_path / "repository", cache=None) as repository:
+        repository.commit(tmp_path / "saved", dtype=torch.bfloat16)
+        repository.checkout("main", tmp_path / "out")
+    assert '"float32"' in (tmp_path / "saved" / "config.json").read_text()
+    assert transformers.GPT2Model.from_pretrained(tmp_path / "out").dtype == torch.bfloat16

@@ -15,7 +15,7 @@ def open_source(
     source: Any,
     *,
     names: Any = "hf",
-    dtype: str | None = None,
+    dtype: Any = None,
     name: str | None = None,
     exclude: Iterable[str] = (),
 ) -> Source:
@@ -24,7 +24,7 @@ def open_source(
     `source` is a path or URL (a .safetensors file, a directory, a .pt file), a mapping of names to torch
     tensors or numpy arrays (or of components to such mappings), a torch.nn.Module, or a Source. `names` is
     for modules (see open_module), `name` and `exclude` for files (see open_files). `dtype` has floating
-    tensors read as "bfloat16", "float16" or "float32".
+    tensors read as "bfloat16", "float16" or "float32" (or the torch.dtype of that name).
     Raises Refused (BadFile, BadTensor, BadName) and, for URLs, StoreError.
     """
     from weightvc.sources import cast as casting

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightvc.errors import Refused
+from weightvc.errors import BadFile, Refused
 from weightvc.objects import dtypes
 from weightvc.sources.base import Layout, LayoutFile, Source, TensorInfo
 from weightvc.sources.header import build_header, parse, shown, strict_json
@@ -26,19 +26,24 @@ _TORCH = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 _BLOCK = 16384
 
 
-def target(dtype: str) -> str:
-    """The format's name for a user's `dtype`. Raises Refused listing the names that there are."""
+def target(dtype: Any) -> str:
+    """The format's name for a user's `dtype`, one of NAMES or a torch.dtype.
+
+    Raises Refused listing the names that there are.
+    """
+    name = str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
     try:
-        return NAMES[dtype]
+        return NAMES[name]
     except (KeyError, TypeError):
         raise Refused(f"cannot cast to {dtype!r}: give one of {', '.join(NAMES)}") from None
 
 
-def cast(source: Source, dtype: str) -> Source:
+def cast(source: Source, dtype: Any) -> Source:
     """`source` with tensors of F64, F32, F16 and BF16 read as `dtype`; others pass unchanged.
 
-    A layout of files is rebuilt in the new dtype: headers, and total_size in an index; other side files
-    keep their bytes. Raises Refused for a dtype that is not in NAMES.
+    A layout of files is rebuilt in the new dtype: headers, total_size in an index, and the dtype in a config.json
+    beside the weights, which says in what they are loaded. Other side files keep their bytes. Raises Refused for a
+    dtype that is not in NAMES.
     """
     new = target(dtype)
     if all(tensor.dtype == new or tensor.dtype not in _TORCH for tensor in source.tensors):
@@ -111,13 +116,17 @@ def _cast_layout(source: Source, tensors: Sequence[TensorInfo]) -> Layout | None
     if source.layout is None:
         return None
     by_name = {(tensor.component, tensor.name): tensor for tensor in tensors}
-    # By folder: bytes that its tensors had, and have now.
+    # By folder: bytes that its tensors had, and have now; and what dtype some of them were cast to.
     grown: dict[str, int] = {}
+    became: dict[str, str] = {}
     for old, new in zip(source.tensors, tensors):
         grown[old.component] = grown.get(old.component, 0) + new.nbytes - old.nbytes
+        if new.dtype != old.dtype:
+            became[old.component] = _TORCH[new.dtype]
     return Layout(
         tuple(
-            _cast_weights(file, by_name) if file.weights else _cast_side(file, grown) for file in source.layout.files
+            _cast_weights(file, by_name) if file.weights else _cast_side(file, grown, became)
+            for file in source.layout.files
         )
     )
 
@@ -131,7 +140,11 @@ def _cast_weights(file: LayoutFile, by_name: Mapping[tuple[str, str], TensorInfo
     return LayoutFile(file.path, size, prefix, weights=True)
 
 
-def _cast_side(file: LayoutFile, grown: dict[str, int]) -> LayoutFile:
+def _cast_side(file: LayoutFile, grown: dict[str, int], became: dict[str, str]) -> LayoutFile:
+    folder, _, name = file.path.rpartition("/")
+    if name == "config.json" and folder in became:
+        content = _cast_config(file.content, became[folder])
+        return LayoutFile(file.path, len(content), content)
     if not file.path.endswith(".safetensors.index.json"):
         return file
     index: Any = strict_json(file.content, repr(file.path))
@@ -139,9 +152,28 @@ def _cast_side(file: LayoutFile, grown: dict[str, int]) -> LayoutFile:
     total = metadata.get("total_size") if type(metadata) is dict else None
     if type(total) is not int:
         return file
-    total += grown.get(file.path.rpartition("/")[0], 0)
+    total += grown.get(folder, 0)
     # In the text, so that the file keeps its spacing and order.
     content, changes = re.subn(rb'("total_size"\s*:\s*)\d+', rb"\g<1>%d" % total, file.content)
     if changes != 1:
         return file
     return LayoutFile(file.path, len(content), content)
+
+
+def _cast_config(content: bytes, dtype: str) -> bytes:
+    """A config.json that names `dtype` where it named another float, with its spacing and order."""
+    try:
+        config = strict_json(content, "config.json")
+    except BadFile:
+        return content  # a file like any other
+    for key in ("dtype", "torch_dtype"):
+        if type(config) is not dict or config.get(key) not in _TORCH.values():
+            continue
+        wanted = {**config, key: dtype}
+        for match in re.finditer(rb'"%s"\s*:\s*"(\w+)"' % key.encode(), content):
+            changed = content[: match.start(1)] + dtype.encode() + content[match.end(1) :]
+            # A part of the model may have a dtype of its own: the one meant is the one that makes `wanted`.
+            if strict_json(changed, "config.json") == wanted:
+                content, config = changed, wanted
+                break
+    return content
