@@ -32,12 +32,13 @@ from weightvc.errors import (
     UnsafeStore,
     Unsupported,
     WeightvcError,
+    WeightvcWarning,
 )
 
 if TYPE_CHECKING:
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.objects.version import Edge, Version
-    from weightvc.repository import Repository, WeightvcWarning, init, open
+    from weightvc.repository import Repository, init, open
     from weightvc.worktree import Status, Verification
 
 __version__ = "0.1.0"
@@ -49,7 +50,6 @@ _LAZY = {
     "Edge": "weightvc.objects.version",
     "Version": "weightvc.objects.version",
     "Repository": "weightvc.repository",
-    "WeightvcWarning": "weightvc.repository",
     "init": "weightvc.repository",
     "open": "weightvc.repository",
     "Status": "weightvc.worktree",

@@ -32,6 +32,10 @@ class WeightvcError(Exception):
     exit_code = 1
 
 
+class WeightvcWarning(UserWarning):
+    """Something that works and is probably not what was meant."""
+
+
 class NotFound(WeightvcError, LookupError):
     """Something that was named does not exist."""
 
