@@ -11,11 +11,19 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
+
+def _wide() -> bool:
+    """Whether numba compiles for a processor with AVX-512: this one, unless its own settings name another."""
+    if config.CPU_FEATURES is not None:
+        return "+avx512bw" in config.CPU_FEATURES
+    return config.CPU_NAME is None and bool(get_host_cpu_features().get("avx512bw", False))
+
+
 # Numba keys its cache by the features of the processor, so code compiled with this never meets another.
-WIDE = bool(get_host_cpu_features().get("avx512bw", False))
+WIDE = _wide()
 
 
 def _jit(function: Any, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """The context codec comes back bit for bit: every dtype, density, size and bit pattern, from any thread."""
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -337,3 +338,23 @@ def test_real_chain(chain: tuple[Path, Path], optimizer: str) -> None:
     assert stored < 1.04 * least + 8 * len(pairs)
     with pytest.raises(wk.CodecError):
         context.decode(model, context.encode(model, *pairs[0])[:-4], pairs[0][0])
+
+
+def test_a_processor_that_numba_is_told_of_gives_the_same_bytes(tmp_path: Path) -> None:
+    code = (
+        "import hashlib, numpy as np; from weightvc_kernels import context\n"
+        "old = np.arange(1 << 14, dtype='<u2'); new = old.copy(); new[::37] += 1\n"
+        "tables = context.tables(context.sample(old, new, 'BF16', 1), 'BF16'); model = context.Model(tables, 'BF16')\n"
+        "payload = context.encode(model, old, new)\n"
+        "assert context.decode(model, payload, old).tobytes() == new.tobytes()\n"
+        "print(hashlib.sha256(tables + payload).hexdigest())"
+    )
+
+    def run(**more: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **more}
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run() == run(NUMBA_CPU_NAME="generic", NUMBA_CACHE_DIR=str(tmp_path))
