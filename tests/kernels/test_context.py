@@ -344,7 +344,8 @@ def test_a_processor_that_numba_is_told_of_gives_the_same_bytes(tmp_path: Path) 
     code = (
         "import hashlib, numpy as np; from weightvc_kernels import context\n"
         "old = np.arange(1 << 14, dtype='<u2'); new = old.copy(); new[::37] += 1\n"
-        "tables = context.tables(context.sample(old, new, 'BF16', 1), 'BF16'); model = context.Model(tables, 'BF16')\n"
+        "tables = context.tables(context.sample(old, new, 'BF16', 1), 'BF16')\n"
+        "model = context.Model(tables, 'BF16')\n"
         "payload = context.encode(model, old, new)\n"
         "assert context.decode(model, payload, old).tobytes() == new.tobytes()\n"
         "print(hashlib.sha256(tables + payload).hexdigest())"
