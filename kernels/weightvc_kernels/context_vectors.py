@@ -15,15 +15,16 @@ from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 
-def _wide() -> bool:
+def _has_avx512() -> bool:
     """Whether numba compiles for a processor with AVX-512: this one, unless its own settings name another."""
-    if config.CPU_FEATURES is not None:
-        return "+avx512bw" in config.CPU_FEATURES
-    return config.CPU_NAME is None and bool(get_host_cpu_features().get("avx512bw", False))
+    name, features = getattr(config, "CPU_NAME", None), getattr(config, "CPU_FEATURES", None)
+    if features is not None:
+        return "+avx512bw" in features
+    return name is None and bool(get_host_cpu_features().get("avx512bw", False))
 
 
 # Numba keys its cache by the features of the processor, so code compiled with this never meets another.
-WIDE = _wide()
+WIDE = _has_avx512()
 
 
 def _jit(function: Any, **options: Any) -> Any:
