@@ -47,11 +47,11 @@ def test_names_that_change_places_at_every_step(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(manifest, "BLOCK", 64 << 10)
     count, order, made = 600, list(range(600)), []
     with weightvc.init(tmp_path / "repository", cache=tmp_path / "cache") as repository:
-        for step in range(6):
+        for step in range(9):
             made.append({f"v{step}_{place:06d}": np.full(500, i, np.float32) for place, i in enumerate(order)})
             repository.commit(made[-1], step=step)
             order = [order[(place * 7 + 1) % count] for place in range(count)]
-    for step in range(6):
+    for step in range(9):
         exact(tmp_path / "repository", f"main@{{step={step}}}", made[step])
 
 
