@@ -132,7 +132,7 @@ class Build:
         progress: Progress | None,
     ) -> None:
         self._shelf = shelf
-        self._source = source
+        self._input = source
         self._schema = schema
         self._parent = parent
         self._transaction = transaction
@@ -157,7 +157,7 @@ class Build:
         schema = self._schema
         if self._parent is not None:
             if schema.tensors != self._parent.tree.schema.tensors:
-                self._moved = _renamed(self._parent.tree, schema, self._source)
+                self._moved = _renamed(self._parent.tree, schema, self._input)
             self._map = state.chunk_map(schema, self._parent.tree.schema, self._moved)
         blocks = manifest.blocks(schema, self._map)
         window = 2 * parallel.workers() + 2
@@ -192,7 +192,7 @@ class Build:
                 self.changed_float32 += block.changed_float32
                 if self._progress is not None:
                     self._progress(schema.position(block.high), schema.nbytes)
-            self._source.check()
+            self._input.check()
             tree = Tree(schema, b"".join(digests))
             base_stream = base.finish() if base is not None else None
             patch_stream = patch.finish() if patch is not None else None
@@ -223,13 +223,14 @@ class Build:
         lane = dtypes.lane(first.dtype)
         codec, payload, check, changed = manifest.SAME, b"", 0, 0
         if self._parent is not None:
-            sources = list(range(low, high)) if self._map is None else self._map[low:high]
-            if sources[0] < 0:
+            source = self._source(low)
+            end = source + high - low
+            if source < 0:
                 codec, payload = kernels.encode_whole(new, lane)
                 changed = len(new) // lane
-            elif joined != self._old_digests(sources):
+            elif joined != self._parent.tree.digests[32 * source : 32 * end]:
                 try:
-                    old = self._old(sources)
+                    old = self._parent.bytes.read(source, end)
                 except (Corrupt, NotFound) as error:
                     # Stored whole, it no longer needs what cannot be read: the branch heals.
                     self.unread.append(str(error))
@@ -252,12 +253,12 @@ class Build:
         schema = self._schema
         tensor, start, stop = schema.span(low)
         dtype = schema.tensors[tensor].dtype
-        sources = list(range(low, high)) if self._map is None else self._map[low:high]
-        if not context.supports(dtype) or sources[0] < 0:
+        source = self._source(low)
+        if not context.supports(dtype) or source < 0:
             return dtype, None
         try:
-            if high - low == 1 and not getattr(self._source, "remote", False):
-                at = self._parent.tree.schema.position(sources[0])
+            if high - low == 1 and not getattr(self._input, "remote", False):
+                at = self._parent.tree.schema.position(source)
                 first = min(context.STRIDE // 2 * context.UNIT, (stop - start) // 2 // context.UNIT * context.UNIT)
                 olds, news = [], []
                 for unit in range(first, stop - start, context.STRIDE * context.UNIT):
@@ -266,37 +267,28 @@ class Build:
                     if old is None:
                         break
                     olds.append(old)
-                    news.append(self._source.read(tensor, start + unit, start + end))
+                    news.append(self._input.read(tensor, start + unit, start + end))
                 else:
                     return dtype, context.sample(b"".join(olds), b"".join(news), dtype, 1)
             if number % context.STRIDE:
                 return dtype, None
-            return dtype, context.sample(self._old(sources), self._read(low, high), dtype, 1)
+            old = self._parent.bytes.read(source, source + high - low)
+            return dtype, context.sample(old, self._read(low, high), dtype, 1)
         except (Corrupt, NotFound, CodecError):
             return dtype, None
 
     def _read(self, low: int, high: int) -> frame.Buffer:
-        if isinstance(self._source, ReadsRuns) and (run := self._schema.whole(low, high)) is not None:
-            return self._source.read_run(*run)
+        if isinstance(self._input, ReadsRuns) and (run := self._schema.whole(low, high)) is not None:
+            return self._input.read_run(*run)
         pieces = []
         for chunk in range(low, high):
             tensor, start, stop = self._schema.span(chunk)
-            pieces.append(self._source.read(tensor, start, stop))
+            pieces.append(self._input.read(tensor, start, stop))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _old_digests(self, sources: list[int]) -> bytes:
-        assert self._parent is not None
-        low, high = sources[0], sources[-1] + 1
-        if sources == list(range(low, high)):
-            return self._parent.tree.digests[32 * low : 32 * high]
-        return b"".join([self._parent.tree.chunk(source) for source in sources])
-
-    def _old(self, sources: list[int]) -> frame.Buffer:
-        assert self._parent is not None
-        read, low, high = self._parent.bytes.read, sources[0], sources[-1] + 1
-        if sources == list(range(low, high)):
-            return read(low, high)
-        return b"".join([read(source, source + 1) for source in sources])
+    def _source(self, low: int) -> int:
+        """The source of a block's first chunk, -1 for none: those of its other chunks follow it side by side."""
+        return low if self._map is None else self._map[low]
 
 
 def outgrown(refs: Refs, parent: Baseline, schema: Schema) -> bool:
