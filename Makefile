@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit fuzz bench clean
 
 demo: $(STAMP)
 	rm -rf .demo
@@ -27,6 +27,11 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# FUZZ_ARGS="--seconds 600 stream" for one target and longer; .fuzz has logs, corpora and what was found.
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.run $(FUZZ_ARGS)
+
 bench:
 	@echo "benchmarks, each with --help; run one with $(BIN)/python:"
 	@ls benchmarks/*.py
@@ -39,5 +44,5 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo .fuzz build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

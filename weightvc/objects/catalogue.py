@@ -101,7 +101,7 @@ def from_json(fields: Any, what: str) -> Entry:
                 expect.text(fields["message"], "message"),
                 extra=extra,
             )
-        made = version.read(fields["record"])
+        made = version.read(fields["record"], f"{what}: a record")
         place = Place(
             manifest=key.checked(fields["manifest"], "manifest"),
             schema=key.checked(fields["schema"], "schema"),

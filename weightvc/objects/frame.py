@@ -195,3 +195,10 @@ def check_type(found: object, wanted: str, what: str) -> None:
         raise Corrupt(f"{what} is corrupt: it does not say what it is, where {wanted!r} is expected")
     if found != wanted:
         raise Unsupported(f"{what} is a {found!r:.100}, and this weightvc reads {wanted!r}: upgrade weightvc")
+
+
+def corrupt(what: str, error: Exception) -> Corrupt:
+    """`error`, met while the object `what` was read, as a fault of that object, if it does not name it already."""
+    if isinstance(error, Corrupt) and str(error).startswith(what):
+        return error
+    return Corrupt(f"{what} is corrupt: {error!r:.300}")

@@ -183,7 +183,7 @@ def decode(data: frame.Buffer, what: str) -> Manifest:
             raise ValueError("it has neither base nor patch")
         schema_digest, schema = expect.array(head["schema"], "schema")
         return Manifest(
-            version=version.read(head["record"]),
+            version=version.read(head["record"], f"{what}: its record"),
             branch=expect.maybe_text(head["branch"], "branch"),
             schema=key.checked(schema, "schema"),
             schema_digest=expect.digest(schema_digest, "schema"),
@@ -200,14 +200,7 @@ def decode(data: frame.Buffer, what: str) -> Manifest:
     except Unsupported:
         raise
     except (Corrupt, *expect.MALFORMED) as error:
-        raise _named(what, error) from None
-
-
-def _named(what: str, error: Exception) -> Corrupt:
-    """`error` as a fault of the object `what`, if it does not name that already."""
-    if isinstance(error, Corrupt) and str(error).startswith(what):
-        return error
-    return Corrupt(f"{what} is corrupt: {error!r:.300}")
+        raise frame.corrupt(what, error) from None
 
 
 def _stream(head: dict[str, Any], index: memoryview, inline: memoryview, chunks: int, what: str) -> Stream:

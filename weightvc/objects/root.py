@@ -142,5 +142,5 @@ def decode(data: frame.Buffer, what: str) -> Root:
         )
     except Unsupported:
         raise
-    except expect.MALFORMED as error:
-        raise Corrupt(f"{what} is corrupt: {error!r:.300}") from None
+    except (Corrupt, *expect.MALFORMED) as error:
+        raise frame.corrupt(what, error) from None

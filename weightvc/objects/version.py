@@ -127,11 +127,11 @@ def make(
     return read(record.decode())
 
 
-def read(record: str) -> Version:
-    """A version from its record. Raises Corrupt if it is not one."""
+def read(record: str, what: str = "a version's record") -> Version:
+    """A version from its record. Raises Corrupt, or Unsupported for a newer one, naming `what`."""
     try:
         fields = expect.parse(expect.text(record, "the record"))
-        frame.check_type(fields["weightvc"], "version 1", "a version's record")
+        frame.check_type(fields["weightvc"], "version 1", what)
         labels = expect.mapping(fields["labels"], "labels")
         step = labels.get("step")
         return Version(
@@ -153,4 +153,4 @@ def read(record: str) -> Version:
     except Unsupported:
         raise
     except expect.MALFORMED as error:
-        raise Corrupt(f"a version's record is corrupt: {error!r}") from None
+        raise Corrupt(f"{what} is corrupt: {error!r}") from None

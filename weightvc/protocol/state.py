@@ -336,6 +336,8 @@ class Chain:
         target = int.from_bytes(payload, "little")
         if len(payload) != 4 or high - low != 1 or target >= low:
             raise Corrupt(f"{level.what}: block {block} refers to chunk {target}, which is not before it")
+        if level.schema.sizes(target, target + 1) != level.schema.sizes(low, high):
+            raise Corrupt(f"{level.what}: block {block} refers to chunk {target}, which has another size")
         return target
 
     def _pieces(self, at: int, low: int, high: int) -> Buffer:
