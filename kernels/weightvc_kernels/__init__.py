@@ -5,6 +5,8 @@
     decode_patch_into, positions_values
     diff_lanes, ulp_steps                   what changed, and by how much
 
+The module `payloads` makes several payloads into one, or turns them around.
+
 The module `context` holds the context codec: smaller patches, coded with tables that a whole patch shares. It is
 compiled by numba, which is imported at its first call. All the rest needs nothing compiled.
 
@@ -13,7 +15,7 @@ numpy and zstd: both load in a tenth of a second. The layout of the payloads is 
 the context codec in docs/patch.md.
 """
 
-from weightvc_kernels import context
+from weightvc_kernels import context, payloads
 from weightvc_kernels.codec import (
     BLOCK_LIMIT,
     DENSE,
@@ -44,6 +46,7 @@ __all__ = [
     "diff_lanes",
     "encode_patch",
     "encode_whole",
+    "payloads",
     "positions_values",
     "ulp_steps",
 ]

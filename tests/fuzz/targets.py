@@ -275,8 +275,9 @@ def stream_seeds() -> list[bytes]:
                 bodies.append(body)
             index = index_of([b - a for a, b in blocks], codecs, [*map(len, bodies)])
             out.append(joined(bytes([base]), index, b"".join(bodies)))
-    single = index_of([1] * made.chunks, [1, 5, *[0] * 8], [600, 4, *[0] * 8])
-    return [*out, joined(b"\0", single, bytes(604))]
+    # The first chunk again, where it fits and where it does not.
+    again = index_of([1] * made.chunks, [1, 5, 5, *[0] * 7], [600, 4, 4, *[0] * 7])
+    return [*out, joined(b"\0", again, bytes(608))]
 
 
 @target(stream_seeds)

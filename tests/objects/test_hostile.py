@@ -179,8 +179,18 @@ def test_only_keys_of_the_right_kind_are_taken_as_keys(victim: str) -> None:
         with pytest.raises(Corrupt, match="the object"):
             catalogue.from_json({**COMMIT, field: value}, "the object")
     for changed in ({"tags": victim}, {"segments": [[victim, 1]]}):
-        with pytest.raises(Corrupt):
+        with pytest.raises(Corrupt, match="the object"):
             root.decode(encoded(frame.ROOT, {**ROOT, **changed}), "the object")
+
+
+def test_a_record_of_a_newer_format_is_told_with_the_object_that_has_it() -> None:
+    newer = json.dumps({**RECORD, "weightvc": "version 2"})
+    with pytest.raises(Unsupported, match=r"the object.*'version 2'"):
+        read_manifest({**MANIFEST, "record": newer})
+    with pytest.raises(Unsupported, match=r"the object.*'version 2'"):
+        catalogue.from_json({**COMMIT, "record": newer}, "the object")
+    with pytest.raises(Unsupported, match=r"the object.*'version 2'"):
+        root.decode(encoded(frame.ROOT, {**ROOT, "tail": [{**COMMIT, "record": newer}]}), "the object")
 
 
 @pytest.mark.parametrize("edge", [[ID, -1, 0], [ID, 1, -1], ["x", 1, 1], [None, 1], [None, 1.0, 1], [None, True, 1]])
