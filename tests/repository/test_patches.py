@@ -22,13 +22,14 @@ from weightvc.objects.manifest import CONTEXT, REF, SAME, Patch, Stream
 from weightvc.objects.schema import CHUNK, Schema
 from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.tree import Tree
-from weightvc.protocol import patches
+from weightvc.protocol import coder, patches
 from weightvc.protocol.commit import Packer
 from weightvc.protocol.patches import Span
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.spool import Spool
 from weightvc.protocol.state import BasePayloads, Chain, Level, Models, PatchPayloads, chunk_map
 from weightvc.repository import Repository
+from weightvc_kernels import SPARSE
 
 
 class Bench:
@@ -120,7 +121,7 @@ def walks(draw: st.DrawFn) -> list[Weights]:
     return out
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(walks())
 def test_any_two_versions_whatever_changed_between(walk: list[Weights]) -> None:
     with tiny_format():
@@ -273,6 +274,55 @@ def peak(chunks: int) -> int:
 def test_memory_does_not_grow_with_the_tree() -> None:
     peak(2)  # what is made once
     assert peak(48) < peak(12) + 4 * CHUNK
+
+
+class Sparse:
+    """A tree of 2^33 elements, zeros but for some; only what is asked for is made."""
+
+    def __init__(self, dtype: str, values: dict[int, int]) -> None:
+        self._lane = dtypes.lane(dtype)
+        self._values = values
+        size = (1 << 33) * self._lane
+        zeros = frame.digest(bytes(CHUNK))
+        digests = [zeros] * (size // CHUNK)
+        self.tree = Tree(Schema([TensorInfo("", "w", dtype, (1 << 33,), size)]), bytes(32 * len(digests)))
+        for chunk in {at * self._lane // CHUNK for at in values}:
+            digests[chunk] = frame.digest(self.read(chunk, chunk + 1))
+        self.tree.digests = b"".join(digests)
+
+    def read(self, low: int, high: int) -> bytes:
+        first, last = low * CHUNK // self._lane, high * CHUNK // self._lane
+        data = np.zeros(last - first, f"u{self._lane}")
+        for at, value in self._values.items():
+            if first <= at < last:
+                data[at - first] = value
+        return data.tobytes()
+
+
+@pytest.mark.parametrize("codec", [SPARSE, CONTEXT])
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F64"])
+def test_positions_in_a_tensor_of_two_to_the_33_elements(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, dtype: str, codec: int
+) -> None:
+    monkeypatch.setattr(coder, "FEW", 0)
+    monkeypatch.setattr(coder, "CONTEXT_FROM", 0 if codec == CONTEXT else 1 << 60)
+    places = [0, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**33 - 1]
+    span = Span(Sparse(dtype, {}), Sparse(dtype, {at: i + 1 for i, at in enumerate(places)}))
+    entry = repository.commit(Bits({("", "w"): tensor("U8", (1,), 0)})) and repository.entry()
+    made = Bench(repository).make(span)
+    assert made.changed == len(places)
+    stored = Bench(repository).shelf.manifest(entry.place.manifest)
+    stored = manifest.Manifest(
+        *(stored.version, None, stored.schema, stored.schema_digest, None, {}, span.new.tree.digests, None, made)
+    )
+    read = manifest.decode(manifest.encode(stored), "it").patch
+    stream, schema = read.stream, span.new.tree.schema
+    touched = sorted({at * dtypes.lane(dtype) // CHUNK for at in places})
+    assert {i: c for i, c in enumerate(stream.codecs) if c != SAME} == dict.fromkeys(touched, codec)
+    payloads = PatchPayloads(Bench(repository).shelf, stream, Spool(None), whole=True)
+    chain = Chain(span.old, [Level(schema, stream, payloads, "it", "", None, Models(read.tables, "it"))])
+    for chunk in {*touched, *(chunk + 1 for chunk in touched[:-1])}:
+        assert bytes(chain.read(chunk, chunk + 1)) == span.new.read(chunk, chunk + 1)
 
 
 @pytest.mark.parametrize("side", ["old", "new"])
