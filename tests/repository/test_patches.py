@@ -226,6 +226,20 @@ def test_moves_add_up() -> None:
     assert swapped == {0: 1, 1: 0}
     assert patches.turned(swapped, a, a) == {0: 1, 1: 0}
     assert patches.along(a, [(a, swapped), (a, swapped)]) == {}
+    # Two that came from one: back it goes to that of its name, else to the first.
+    assert patches.turned({0: 0}, schema("q"), schema("p", "q", "r")) == {}
+    assert patches.turned({0: 0, 1: 0}, schema("a"), schema("p", "q")) == {0: 0}
+
+
+def test_weights_that_are_tied_are_stored_once() -> None:
+    one, two = tensor("BF16", (20_000,), 1), tensor("BF16", (20_000,), 2)
+    repository, entries = history(
+        [{("", "a"): one, ("", "b"): two}, {("", "a"): two, ("", "b"): two, ("", "c"): two}]
+    )
+    bench = Bench(repository)
+    with bench.span(*entries) as span:
+        assert bench.check(span, entries[1]).stream.codecs[1:] == [SAME, REF]
+        assert bench.check_base(span.new).codecs[1:] == [REF, REF]
 
 
 class Made:

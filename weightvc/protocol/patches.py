@@ -133,9 +133,10 @@ def along(first: Schema, steps: Iterable[tuple[Schema, dict[int, int]]]) -> dict
 
 def turned(moved: dict[int, int], old: Schema, new: Schema) -> dict[int, int]:
     """`moved` of the way back, given that from `old` to `new`."""
-    back = [-1] * len(old.tensors)
-    for i, source in reversed(list(enumerate(_sources(new, old, moved)))):
-        if source >= 0:
+    back, named = [-1] * len(old.tensors), _sources(old, new, {})
+    for i, source in enumerate(_sources(new, old, moved)):
+        # Of several that came from one, that of its name or the first.
+        if source >= 0 and (back[source] < 0 or i == named[source]):
             back[source] = i
     return _moved(back, old, new)
 
