@@ -5,12 +5,14 @@
     model = Model(shared, dtype)
     payload = encode(model, old, new)               each block by itself, in any order, in any thread
     decode_into(model, payload, target)
+    prepare()                                       before all that, where compiling would come at a bad time
 
 How often a weight changes, and how far, depends on its exponent before all else, and both sides hold the old
 weights. docs/patch.md explains the codec and gives the layout. Everything that both sides must agree on is computed
 in integers. The compiled passes are in `context_kernels`; they, and numba, are imported at the first call.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,21 @@ def supports(dtype: str) -> bool:
 def lane(dtype: str) -> int:
     """Bytes of the lanes in which the codec sees `dtype`. Raises CodecError for a dtype it does not code."""
     return context_tables.form(dtype).lane
+
+
+def prepare(dtypes: Iterable[str] = FORMS) -> None:
+    """Have all that codes and decodes tensors of `dtypes` compiled, so that no later call waits for it.
+
+    Else each part is compiled when it is first called with lanes of a width: by the first commit or read of such a
+    patch, and by a later one again if lanes of another width begin to change. That takes some seconds of a processor
+    a width, once a machine, and room on disk for it (NUMBA_CACHE_DIR says where); then it is loaded, in milliseconds.
+    Dtypes that the codec does not code are passed over.
+    """
+    for size, dtype in {lane(dtype): dtype for dtype in dtypes if supports(dtype)}.items():
+        old, new = np.zeros(UNIT, np.uint8), np.zeros(UNIT, np.uint8)
+        new[size - 1] = 1
+        model = Model(tables(sample(old, new, dtype, 1), dtype), dtype)
+        decode(model, encode(model, old, new), old)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

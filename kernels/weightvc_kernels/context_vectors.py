@@ -6,6 +6,7 @@ edit here, remove __pycache__, or it is tested with the code of before.
 
 # mypy: disable-error-code="no-untyped-call"
 
+import warnings
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -32,7 +33,13 @@ def _jit(function: Any, **options: Any) -> Any:
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:
-        # Neither beside this file nor under the home directory can it write: compile in every process, some 8 s.
+        # Neither beside this file nor under the home directory can it write.
+        warnings.warn(
+            "compiled code cannot be kept: every process will compile for some seconds. "
+            "Set NUMBA_CACHE_DIR to a directory that can be written to",
+            RuntimeWarning,
+            stacklevel=1,
+        )
         return njit(**options)(function)
 
 

@@ -307,6 +307,48 @@ def test_compiled_code_is_imported_at_the_first_call_only() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_nothing_is_compiled_once_all_is_prepared() -> None:
+    script = (
+        "import numpy as np\n"
+        "from weightvc_kernels import context, context_kernels as k, context_sample as s\n"
+        "parts = [k.scan, k.pack, k.unflag, k.apply, s.tally, s.merge]\n"
+        "count = lambda: [len(part.signatures) for part in parts]\n"
+        "assert count() == [0] * 6\n"
+        "context.prepare(['BF16', 'I64'])\n"
+        "assert count() == [1] * 6\n"
+        "context.prepare()\n"
+        "before = count()\n"
+        "assert before == [4, 4, 1, 4, 4, 1]\n"
+        "for dtype in ('BF16', 'F16', 'F32', 'F64', 'U8', 'F8_E4M3'):\n"
+        "    for n in (0, 8, 4104, 70000):\n"
+        "        old = np.arange(n).astype(np.uint8)\n"
+        "        for new in (old, old ^ 255, old ^ (np.arange(n) % 100 == 0)):\n"
+        "            for a, b in ((old, new.astype(np.uint8)), (old.tobytes(), bytearray(new.astype(np.uint8)))):\n"
+        "                stats = context.sample(a, b, dtype) + context.sample(a, b, dtype, 1)\n"
+        "                model = context.Model(context.tables(stats, dtype), dtype)\n"
+        "                context.decode(model, context.encode(model, a, b), a)\n"
+        "assert count() == before, count()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_code_that_cannot_be_kept_is_told_of() -> None:
+    script = (
+        "import numba\n"
+        "real = numba.njit\n"
+        "def njit(cache=False, **options):\n"
+        "    if cache: raise RuntimeError('no locator available')\n"
+        "    return real(**options)\n"
+        "numba.njit = njit\n"
+        "import weightvc_kernels.context_vectors\n"
+        "for make in ('compiled', 'inlined'):\n"
+        "    getattr(weightvc_kernels.context_vectors, make)(lambda: 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_real_chain(chain: tuple[Path, Path], optimizer: str) -> None:
     from safetensors.numpy import load_file
