@@ -179,6 +179,7 @@ def plain_block(data: bytes) -> None:
     assert wk.decode_patch(codec, payload, old, lane).tobytes() == block.tobytes()
     at, values = wk.positions_values(codec, payload, old, lane)
     before = old.view(values.dtype).copy()
+    assert (before[at] != values).all()
     before[at] = values
     assert before.tobytes() == block.tobytes()
     assert (np.diff(at) > 0).all()
@@ -275,9 +276,10 @@ def stream_seeds() -> list[bytes]:
                 bodies.append(body)
             index = index_of([b - a for a, b in blocks], codecs, [*map(len, bodies)])
             out.append(joined(bytes([base]), index, b"".join(bodies)))
-    # The first chunk again, where it fits and where it does not.
+    # The first chunk again, where it fits and where it does not; a chunk that is itself, and one that is a later one.
     again = index_of([1] * made.chunks, [1, 5, 5, *[0] * 7], [600, 4, 4, *[0] * 7])
-    return [*out, joined(b"\0", again, bytes(608))]
+    rounds = index_of([1] * made.chunks, [5, 5, *[0] * 8], [4, 4, *[0] * 8])
+    return [*out, joined(b"\0", again, bytes(608)), joined(b"\0", rounds, b"\0\0\0\0\2\0\0\0")]
 
 
 @target(stream_seeds)
@@ -300,6 +302,8 @@ def stream(data: bytes) -> None:
     found = decoded.base if base else decoded.patch.stream
     if read(lambda what: manifest.check_blocks(found, made, what) or True) is None:
         return
+    assert min(found.counts) > 0
+    assert (sum(found.counts), sum(found.lengths)) == (made.chunks, len(inline))
     models = Models({dtype: tables(dtype) for dtype in ("BF16", "F32", "U8")}, "the object")
     level = Level(made, found, Inline(found), "the object", "", None, models)
     chain = Chain(None if base else Bytes(made, old), [level])

@@ -8,7 +8,19 @@ from tests.fuzz.targets import TARGETS
 
 EXAMPLES = {"context_block": 1000, "plain_block": 1000, "numbers": 1000, "stream": 500}
 KINDS = ["flip", "set", "cut", "insert", "remove", "repeat", "number"]
-NUMBERS = [b"-1", b"0", b"1e999", b"9223372036854775808", b"null", b"[]", b"{}", b'"\\ud800"', b"true", b"1.0"]
+NUMBERS = [
+    b"-1",
+    b"0",
+    b"1e999",
+    b"9223372036854775808",
+    b"null",
+    b"[]",
+    b"{}",
+    b'"\\ud800"',
+    b"true",
+    b"1.0",
+    b"[" * 2000 + b"]" * 2000,
+]
 
 
 @st.composite

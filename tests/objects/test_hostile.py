@@ -183,6 +183,17 @@ def test_only_keys_of_the_right_kind_are_taken_as_keys(victim: str) -> None:
             root.decode(encoded(frame.ROOT, {**ROOT, **changed}), "the object")
 
 
+def test_half_of_a_surrogate_pair_is_corrupt_in_any_field() -> None:
+    # It could be read, but not written again: no branch could ever move.
+    for changed in ({"later": "\ud800"}, {"probe": {"\udfff": 1}}, {"tail": [{**MOVE, "later": ["\ud800"]}]}):
+        with pytest.raises(Corrupt, match="the object"):
+            root.decode(encoded(frame.ROOT, {**ROOT, **changed}), "the object")
+    with pytest.raises(Corrupt):
+        version.read(json.dumps({**RECORD, "metadata": {"x": "\ud800"}}))
+    whole = root.decode(encoded(frame.ROOT, {**ROOT, "later": "\U0001f600 \\ud800"}), "it")
+    assert root.decode(root.encode(whole), "it").extra == {"later": "\U0001f600 \\ud800"}
+
+
 def test_a_record_of_a_newer_format_is_told_with_the_object_that_has_it() -> None:
     newer = json.dumps({**RECORD, "weightvc": "version 2"})
     with pytest.raises(Unsupported, match=r"the object.*'version 2'"):

@@ -28,6 +28,7 @@ MALFORMED: Final = (
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _RANDOM: Final = re.compile(r"[0-9a-f]{32}")
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _finite(literal: str) -> float:
@@ -45,8 +46,12 @@ _JSON: Final = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
 
 
 def parse(text: str) -> Any:
-    """JSON without the infinities and NaNs that Python's reader lets through."""
-    return _JSON.decode(text)
+    """JSON without the infinities, NaNs and lone surrogates that Python's reader lets through."""
+    value = _JSON.decode(text)
+    if _SURROGATE.search(text) is not None:
+        # Also in fields that are not known here: whoever changes the root writes those again.
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def text(value: Any, name: str) -> str:
