@@ -155,7 +155,11 @@ def block_seeds() -> list[bytes]:
                 before, after = old[: size * lane], new[: size * lane]
                 for codec, payload in (wk.encode_patch(before, after, lane)[:2], wk.encode_whole(after, lane)):
                     out.append(bytes([codec, i]) + size.to_bytes(2, "little") + payload)
-    return out
+    # A change that changes nothing.
+    idle = (
+        bytes([1, 1]) + streams.put_numbers(np.array([2], np.uint64)) + streams.put_numbers(np.array([0], np.uint16))
+    )
+    return [*out, bytes([wk.SPARSE, 1, 9, 0]) + idle]
 
 
 @target(block_seeds)
