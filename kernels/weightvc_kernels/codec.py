@@ -156,17 +156,14 @@ def _smaller(best: bytes, codec: int, payload: bytes, its: int) -> tuple[bytes, 
 
 
 def _put_planes(block: Lanes) -> bytes:
-    if block.itemsize > 1:
-        block = lanes.rotate(block, 1)
-    return b"".join(streams.put_section(plane) for plane in streams.split(block))
+    return b"".join(streams.put_section(plane) for plane in streams.split(block, left=int(block.itemsize > 1)))
 
 
 def _get_planes(payload: Buffer, count: int, lane: int) -> Lanes:
     reader = streams.Reader(payload)
     planes = [reader.section(count, f"byte plane {j}") for j in range(lane)]
     reader.end()
-    block = streams.merge(planes, count, lane)
-    return lanes.rotate(block, 8 * lane - 1) if lane > 1 else block
+    return streams.merge(planes, count, lane, left=8 * lane - 1 if lane > 1 else 0)
 
 
 def _put_sparse(old: Lanes, new: Lanes, at: Positions) -> bytes:

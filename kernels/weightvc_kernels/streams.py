@@ -26,7 +26,7 @@ import numpy as np
 import zstandard
 
 from weightvc_kernels.errors import CodecError
-from weightvc_kernels.lanes import Buffer, Bytes, Lanes, as_bytes, dtype_of
+from weightvc_kernels.lanes import Buffer, Bytes, Lanes, as_bytes, dtype_of, rotate
 
 # Weights and their changes repeat nothing, so matches that zstd finds by chance only crowd out its Huffman coder.
 # The smallest hash table and the longest shortest match: against level 1, bf16 exponents take 10 % less at
@@ -42,6 +42,8 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     write_checksum=False,
 )
 _ESCAPE = 255
+# Lanes that are taken apart or put together at once: few enough to stay in a processor's own cache.
+_PIECE = 1 << 15
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _local = threading.local()
 
@@ -113,19 +115,31 @@ def _bit(values: Lanes, j: int) -> Bytes:
     return ((values >> j) & 1).astype(np.uint8)
 
 
-def split(values: Lanes) -> list[Bytes]:
-    """Byte planes [lane bytes][n] of `values` [n], least significant first, each contiguous."""
-    table = values.view(np.uint8).reshape(-1, values.itemsize)
-    return [np.ascontiguousarray(table[:, j]) for j in range(values.itemsize)]
+def split(values: Lanes, left: int = 0) -> list[Bytes]:
+    """Byte planes [lane bytes][n] of `values` [n], rotated to the left by `left` bits; least significant first."""
+    if values.itemsize == 1:
+        return [np.ascontiguousarray(values).view(np.uint8)]
+    planes = [np.empty(values.size, np.uint8) for _ in range(values.itemsize)]
+    for at in range(0, values.size, _PIECE):
+        part = values[at : at + _PIECE]
+        if left:
+            part = rotate(part, left)
+        for j, plane in enumerate(planes):
+            plane[at : at + _PIECE] = part >> 8 * j if j else part
+    return planes
 
 
-def merge(planes: list[Bytes], count: int, lane: int) -> Lanes:
-    """The inverse of split: `count` lanes from at most `lane` planes; absent high planes are zero."""
-    make = np.empty if len(planes) == lane else np.zeros
-    out = make(count, dtype_of(lane))
-    table = out.view(np.uint8).reshape(-1, lane)
-    for j, plane in enumerate(planes):
-        table[:, j] = plane
+def merge(planes: list[Bytes], count: int, lane: int, left: int = 0) -> Lanes:
+    """`count` lanes from at most `lane` planes, rotated to the left by `left` bits; absent high planes are zero."""
+    out = (np.empty if planes else np.zeros)(count, dtype_of(lane))
+    for at in range(0, count if planes else 0, _PIECE):
+        part = out[at : at + _PIECE]
+        part[:] = planes[-1][at : at + _PIECE]
+        for plane in planes[-2::-1]:
+            part <<= 8
+            part |= plane[at : at + _PIECE]
+        if left:
+            part[:] = rotate(part, left)
     return out
 
 
