@@ -1,0 +1,350 @@
+"""Parts of the way by themselves: the scan, the first call, small tensors, bases, hashing. codec.py --micro runs it.
+
+scan     an unchanged pair, against a loop that does nothing but read both of its models
+start    encode and decode in a fresh process: compiled code not there, then there; the call after
+small    20,000 tensors of 64 elements against one that is as large: through the kernels as a commit and a reader
+         drive them (blocks joined, digests taken), then through Repository.commit and load
+base     whole models by themselves: share of raw, and speed
+hash     encoding and blake3, one after the other over the model, or block by block
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from pairs import Bytes, Pair, Span
+from schemes import Small
+
+import weightvc_kernels as wk
+from weightvc.objects import frame
+from weightvc_kernels import context
+
+SIZE = 250 << 20
+"""Bytes of the models, about: more than a processor's own cache, mostly."""
+COUNT, EACH = 20_000, 64
+Files = tuple[str, Path, Path]
+"""Title, old and new."""
+
+
+def micro(chosen: Sequence[Files], pool: ThreadPoolExecutor, threads: int, rounds: int) -> dict[str, Any]:
+    """Measure everything on the first pair of each dtype; print, and return the figures."""
+    rounds = max(rounds, 1)
+    first = Pair(*chosen[0], least=SIZE)
+    print(f"\n{first.title}, {first.copies} times: {first.nbytes / 1e6:.0f} MB; {threads} threads, {rounds} rounds\n")
+    return {
+        "scan": scan(first, pool, rounds),
+        "hash": hashing(first, pool, rounds),
+        "base": [base(title, new, pool, rounds) for title, _, new in _kinds(chosen)],
+        "small": small_tensors(pool, rounds),
+        "start": start(),
+    }
+
+
+def _kinds(chosen: Sequence[Files]) -> list[Files]:
+    """The first pair of each export."""
+    found: dict[str, Files] = {}
+    for title, old, new in chosen:
+        parts = title.split(", ")
+        found.setdefault(parts[1] if len(parts) > 1 else "", (title, old, new))
+    return list(found.values())
+
+
+@dataclass(slots=True)
+class Spent:
+    """Median seconds by the clock, and of the processors, which other work on the machine disturbs less."""
+
+    wall: float
+    cpu: float
+
+
+def interleaved(rounds: int, works: dict[str, Callable[[], Any]]) -> dict[str, Spent]:
+    """Run all works in every round, after one that does not count."""
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
+        for name, work in works.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            work()
+            if turn:
+                spent[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return {name: Spent(*map(statistics.median, zip(*seconds))) for name, seconds in spent.items()}
+
+
+def scan(pair: Pair, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
+    """GB/s of both models together."""
+    from numba import njit
+
+    @njit(nogil=True)  # type: ignore[misc]
+    def both(a: Any, b: Any) -> Any:
+        bits = a[0] ^ b[0]
+        for i in range(a.size):
+            bits |= a[i] ^ b[i]
+        return bits
+
+    stats = [context.sample(span.of(pair.old), span.of(pair.new), span.dtype) for span in pair.blocks[:8]]
+    dtype = pair.blocks[0].dtype
+    model = context.Model(context.tables(sum(stats[1:], stats[0]), dtype), dtype)
+    blocks = [span for span in pair.blocks if span.dtype == dtype and (span.stop - span.start) % 8 == 0]
+    same = pair.old.copy()
+
+    def over(work: Callable[[Bytes, Bytes, Span], Any]) -> Callable[[], Any]:
+        return lambda: list(pool.map(lambda span: work(span.of(pair.old), span.of(same), span), blocks))
+
+    seconds = interleaved(
+        rounds,
+        {
+            "plain read of two arrays": over(lambda a, b, span: both(a.view("u8"), b.view("u8"))),
+            "context codec": over(lambda a, b, span: context.encode_patch(model, a, b)),
+            "first codec": over(lambda a, b, span: wk.encode_patch(a, b, span.lane)),
+            "sample of one in 16": over(lambda a, b, span: context.sample(a, b, span.dtype)),
+        },
+    )
+    total = 2 * sum(span.stop - span.start for span in blocks)
+    plain = seconds["plain read of two arrays"]
+    print("| scan of an unchanged pair | GB/s of input | of a plain read | by processor time |\n|---|---|---|---|")
+    for name, spent in seconds.items():
+        speed, share, work = total / spent.wall / 1e9, plain.wall / spent.wall, plain.cpu / spent.cpu
+        print(f"| {name} | {speed:.1f} | {share:.2f} | {work:.2f} |")
+    return {name: asdict(spent) | {"nbytes": total} for name, spent in seconds.items()}
+
+
+def hashing(pair: Pair, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
+    """Seconds for a commit's and a reader's arithmetic, by order."""
+    coder, target = Small(pair, pool), pair.old.copy()
+    _, coded = coder.encode()
+    tables, payloads = coded
+    models = {dtype: context.Model(data, dtype) for dtype, data in tables.items()}
+    piece = 256 << 10
+    spans = [span for span in pair.blocks if span.dtype in models]
+    jobs = [(span, payload) for span, payload in zip(pair.blocks, payloads) if span.dtype in models]
+
+    def put(span: Span) -> Any:
+        return context.encode_patch(models[span.dtype], span.of(pair.old), span.of(pair.new))
+
+    def sum_of(model: Bytes, span: Span) -> Any:
+        return frame.digests(span.of(model).data, span.cuts)
+
+    def take(job: tuple[Span, tuple[int, bytes]]) -> None:
+        span, (codec, payload) = job
+        if codec in (wk.SPARSE, wk.DENSE, wk.PLANES, wk.RAW):
+            wk.decode_patch_into(codec, payload, span.of(target), span.lane)
+        else:
+            context.decode_into(models[span.dtype], payload, span.of(target))
+
+    def by_pieces(span: Span) -> None:
+        model, old, new, digest = models[span.dtype], span.of(pair.old), span.of(pair.new), blake3()
+        for at in range(0, new.size, piece):
+            context.encode_patch(model, old[at : at + piece], new[at : at + piece])
+            digest.update(new[at : at + piece].data)
+        digest.digest()
+
+    def every(*works: Callable[[Any], Any], over: Sequence[Any] = spans) -> Callable[[], None]:
+        def run() -> None:
+            for work in works:
+                list(pool.map(work, over))
+
+        return run
+
+    def new_sum(span: Span) -> Any:
+        return sum_of(pair.new, span)
+
+    def target_sum(job: tuple[Span, Any]) -> Any:
+        return sum_of(target, job[0])
+
+    seconds = interleaved(
+        rounds,
+        {
+            "encode alone": every(put),
+            "blake3 alone": every(new_sum),
+            "encode all, then blake3": every(put, new_sum),
+            "each block: encode, blake3": every(lambda span: (put(span), new_sum(span))),
+            "each block: blake3, encode": every(lambda span: (new_sum(span), put(span))),
+            "each 256 KiB: encode, blake3": every(by_pieces),
+            "copy of the old model": lambda: np.copyto(target, pair.old),
+            "decode alone": every(take, over=jobs),
+            "copy of the old model again": lambda: np.copyto(target, pair.old),
+            "decode all, then blake3": every(take, target_sum, over=jobs),
+            "copy of the old model once more": lambda: np.copyto(target, pair.old),
+            "each block: decode, blake3": every(lambda job: (take(job), target_sum(job)), over=jobs),
+        },
+    )
+    print("\n| encoding, decoding, hashing | ms | GB/s | ms of processors |\n|---|---|---|---|")
+    for name, spent in seconds.items():
+        if not name.startswith("copy"):
+            print(
+                f"| {name} | {1e3 * spent.wall:.0f} | {pair.nbytes / spent.wall / 1e9:.1f} | {1e3 * spent.cpu:.0f} |"
+            )
+    return {name: asdict(spent) for name, spent in seconds.items()}
+
+
+def base(title: str, path: Path, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
+    """Share of raw and GB/s of encode_whole and decode_whole."""
+    pair = Pair(title, path, path, least=SIZE // 2)
+    coded = list(pool.map(lambda span: wk.encode_whole(span.of(pair.new), span.lane), pair.blocks))
+
+    def decode() -> list[Bytes]:
+        return list(
+            pool.map(lambda span, it: wk.decode_whole(*it, span.stop - span.start, span.lane), pair.blocks, coded)
+        )
+
+    for span, data in zip(pair.blocks, decode()):
+        assert np.array_equal(data, span.of(pair.new)), title
+    seconds = interleaved(
+        rounds,
+        {
+            "encode": lambda: list(pool.map(lambda span: wk.encode_whole(span.of(pair.new), span.lane), pair.blocks)),
+            "decode": decode,
+        },
+    )
+    share = sum(len(payload) for _, payload in coded) / pair.nbytes
+    print(f"\nbase of {title}: {share:.3f} of raw", end="")
+    for name, spent in seconds.items():
+        print(f", {name} {pair.nbytes / spent.wall / 1e9:.2f} GB/s", end="")
+        print(f" ({pool_size(pool) * pair.nbytes / spent.cpu / 1e9:.2f} by processor time)", end="")
+    print()
+    return {"pair": title, "share": share, "nbytes": pair.nbytes} | {k: asdict(v) for k, v in seconds.items()}
+
+
+def pool_size(pool: ThreadPoolExecutor) -> int:
+    """Threads of a pool."""
+    return pool._max_workers
+
+
+def small_tensors(pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
+    """Times of many small tensors over those of one large one."""
+    import torch
+    from safetensors.torch import save_file
+
+    import weightvc
+
+    rng = np.random.default_rng(0)
+    values = torch.from_numpy(rng.normal(0, 0.02, COUNT * EACH).astype("f4")).bfloat16()
+    bits = values.view(torch.int16).numpy().copy()
+    bits[rng.random(bits.size) < 0.01] ^= 1
+    changed = torch.from_numpy(bits).view(torch.bfloat16)
+
+    def cut(state: Any, count: int) -> dict[str, Any]:
+        return {f"layers.{i:06}.weight": part.clone() for i, part in enumerate(state.chunk(count))}
+
+    out: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pairs: dict[int, Pair] = {}
+        works: dict[str, Callable[[], Any]] = {}
+        for count in (1, COUNT):
+            for state, tensors in (("old", values), ("new", changed)):
+                save_file(cut(tensors, count), folder / f"{count}-{state}")
+            pairs[count] = Pair("small", folder / f"{count}-old", folder / f"{count}-new")
+            encode, decode = _driven(pairs[count], pool)
+            works |= {f"encode {count}": encode, f"decode {count}": decode}
+        seconds = interleaved(rounds, works)
+        for what in ("encode", "decode"):
+            out[f"kernels: {what}"] = {"one": seconds[f"{what} 1"].wall, "many": seconds[f"{what} {COUNT}"].wall}
+        steps: dict[str, list[float]] = {}
+        for turn in range(rounds + 1):
+            for count in (1, COUNT):
+                place = folder / f"{turn}-{count}"
+                repository = weightvc.init(place / "repository", cache=place / "cache")
+                work: dict[str, Callable[[], Any]] = {
+                    "first commit": lambda r=repository, c=count: r.commit(cut(values, c)),
+                    "next commit": lambda r=repository, c=count: r.commit(cut(changed, c)),
+                    "load": lambda r=repository: r.load(framework="numpy"),
+                }
+                for what, run in work.items():
+                    begin = time.perf_counter()
+                    run()
+                    if turn:
+                        steps.setdefault(f"{what} {count}", []).append(time.perf_counter() - begin)
+        for what in ("first commit", "next commit", "load"):
+            one, many = (statistics.median(steps[f"{what} {count}"]) for count in (1, COUNT))
+            out[f"Repository: {what}"] = {"one": one, "many": many}
+    print(f"\n| {COUNT:,} tensors of {EACH} bf16, and one as large | one, ms | many, ms | times |\n|---|---|---|---|")
+    for what, spent in out.items():
+        one, many = spent["one"], spent["many"]
+        print(f"| {what} | {1000 * one:.1f} | {1000 * many:.1f} | {many / one:.1f} |")
+    return out
+
+
+def _driven(pair: Pair, pool: ThreadPoolExecutor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Encoding as a commit does it, from a buffer a tensor, and decoding as a reader does: with a digest a tensor."""
+    news = [span.of(pair.new).copy() for span in pair.tensors]
+    starts = [span.start for span in pair.tensors]
+
+    def pieces(span: Span) -> list[Bytes]:
+        """What lies in a block, of each tensor."""
+        low, high = np.searchsorted(starts, [span.start, span.stop - 1], "right") - 1
+        cut = [(i, span.start - starts[i], span.stop - starts[i]) for i in range(low, high + 1)]
+        return [news[i][max(a, 0) : b] for i, a, b in cut]
+
+    jobs = [(span, pieces(span)) for span in pair.blocks]
+    coder, model = Small(pair, pool), pair.old.copy()
+    held: list[Any] = [coder.encode()[1]]
+
+    def encode() -> Any:
+        for span, parts in jobs:
+            data = bytes(parts[0]) if len(parts) == 1 else b"".join(part.data for part in parts)
+            frame.digests(data, span.cuts)
+        held[0] = coder.encode()[1]
+
+    def check(data: Bytes, span: Span) -> None:
+        frame.digests(data.data, span.cuts)
+
+    def decode() -> Any:
+        np.copyto(model, pair.old)
+        coder.decode(held[0], model, check)
+
+    return encode, decode
+
+
+_FRESH = """
+import json, sys, time
+begin = time.perf_counter()
+import numpy as np
+import weightvc_kernels as wk
+from weightvc_kernels import context
+spent = {"import weightvc_kernels": time.perf_counter() - begin}
+rng = np.random.default_rng(0)
+old = (rng.normal(0, 0.02, 1 << 21).astype("f4").view("u4") >> 16).astype("u2")
+new = old.copy()
+new[rng.random(old.size) < 0.005] ^= 1
+for turn in ("first", "second"):
+    begin = time.perf_counter()
+    model = context.Model(context.tables(context.sample(old, new, "BF16"), "BF16"), "BF16")
+    payload = context.encode(model, old, new)
+    spent[f"{turn} encode"] = time.perf_counter() - begin
+    target = old.copy()
+    begin = time.perf_counter()
+    context.decode_into(model, payload, target)
+    spent[f"{turn} decode"] = time.perf_counter() - begin
+    assert np.array_equal(target, new)
+print(json.dumps(spent))
+"""
+
+
+def start() -> dict[str, dict[str, float]]:
+    """Seconds of the first and the second call in a process, 4 MiB of bf16."""
+    out = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for state in ("nothing compiled", "compiled code cached"):
+            done = subprocess.run(
+                [sys.executable, "-c", _FRESH],
+                env=os.environ | {"NUMBA_CACHE_DIR": cache},
+                capture_output=True,
+                check=True,
+            )
+            out[state] = json.loads(done.stdout)
+    heads = list(out["nothing compiled"])
+    print(f"\n| a fresh process, s | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
+    for state, spent in out.items():
+        print(f"| {state} | {' | '.join(f'{seconds:.3f}' for seconds in spent.values())} |")
+    return out

@@ -1,0 +1,306 @@
+"""Ways to code a pair: what weightvc has, and what others use. SCHEMES lists them; to add one is one entry there.
+
+A scheme codes a pair that is in memory, and decodes onto a copy of its old model. All share the threads of one pool.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from pairs import Bytes, Pair, Span
+
+import weightvc_kernels as wk
+from weightvc.objects import manifest
+from weightvc.protocol.coder import Coder
+from weightvc_kernels import context
+
+Check = Callable[[Bytes, Span], None]
+"""Called with the new bytes of a tensor or a block as soon as they are decoded."""
+
+
+class Scheme:
+    """One way to code a pair."""
+
+    ours = False
+    once = False
+    """Too slow to be run more than once."""
+    note = ""
+
+    def __init__(self, pair: Pair, pool: ThreadPoolExecutor) -> None:
+        self.pair = pair
+        self._pool = pool
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is coded each by itself."""
+        return self.pair.tensors
+
+    @property
+    def unit(self) -> int:
+        """Bytes of the largest span: a thread holds one."""
+        return max((span.stop - span.start for span in self.spans), default=0)
+
+    def encode(self) -> tuple[int, Any]:
+        """Bytes stored, and what decode takes."""
+        coded = self.every(self.put, self.spans)
+        return sum(size for size, _ in coded), [payload for _, payload in coded]
+
+    def decode(self, coded: Any, model: Bytes, check: Check) -> list[Bytes] | None:
+        """Turn `model` from old to new, or leave it and return every span's new bytes."""
+
+        def one(span: Span, payload: Any) -> Bytes:
+            made = self.take(span, payload, span.of(model))
+            check(made, span)
+            return made
+
+        made = self.every(one, self.spans, coded)
+        return None if all(np.shares_memory(a, model) for a in made[:1]) else made
+
+    def put(self, span: Span) -> tuple[int, Any]:
+        """Code one span: bytes, and what take takes."""
+        raise NotImplementedError
+
+    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
+        """The span's new bytes: `target` itself, which holds the old ones, or others."""
+        raise NotImplementedError
+
+    def threads(self, pool: int) -> int:
+        """How many of the pool's threads call its checks at a time."""
+        return pool
+
+    def every(self, work: Callable[..., Any], *columns: Any) -> list[Any]:
+        """work of every row, in the pool."""
+        return list(self._pool.map(work, *columns))
+
+    def _bytes(self, span: Span) -> tuple[Bytes, Bytes]:
+        return span.of(self.pair.old), span.of(self.pair.new)
+
+    def _lanes(self, span: Span) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        return span.of(self.pair.old).view(f"u{span.lane}"), span.of(self.pair.new).view(f"u{span.lane}")
+
+
+class Blocks(Scheme):
+    """Each block by itself, by functions of weightvc_kernels that take and give codec, payload and lane."""
+
+    ours = True
+    put_block: Callable[..., tuple[int, bytes, Any]]
+    take_block: Callable[..., None]
+
+    @property
+    def spans(self) -> list[Span]:
+        return self.pair.blocks
+
+    def put(self, span: Span) -> tuple[int, Any]:
+        codec, payload, _ = type(self).put_block(*self._bytes(span), span.lane)
+        return len(payload), (codec, payload)
+
+    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
+        type(self).take_block(*payload, target, span.lane)
+        return target
+
+
+class Small(Blocks):
+    """As a commit does: the context codec, with tables from a sample, and the first codecs where they are smaller."""
+
+    def encode(self) -> tuple[int, Any]:
+        coder = Coder()
+
+        def sample(span: Span) -> tuple[str, context.Stats | None]:
+            old, new = self._bytes(span)
+            return span.dtype, context.sample(old, new, span.dtype) if context.supports(span.dtype) else None
+
+        def one(span: Span) -> tuple[int, bytes]:
+            return coder.patch(span.dtype, span.lane, *self._bytes(span))[:2]
+
+        coder.learn(self.every(sample, self.spans))
+        coded = self.every(one, self.spans)
+        size = sum(map(len, coder.tables.values())) + sum(len(payload) for _, payload in coded)
+        return size, (coder.tables, coded)
+
+    def decode(self, coded: Any, model: Bytes, check: Check) -> list[Bytes] | None:
+        self._models = {dtype: context.Model(tables, dtype) for dtype, tables in coded[0].items()}
+        return super().decode(coded[1], model, check)
+
+    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
+        if payload[0] == manifest.CONTEXT:
+            context.decode_into(self._models[span.dtype], payload[1], target)
+        else:
+            wk.decode_patch_into(*payload, target, span.lane)
+        return target
+
+
+class First(Blocks):
+    """SPARSE, DENSE, PLANES or RAW, whichever is smallest."""
+
+    put_block = wk.encode_patch
+    take_block = wk.decode_patch_into
+
+
+class Xor(Scheme):
+    """All bytes XORed, zstd level 1."""
+
+    def put(self, span: Span) -> tuple[int, Any]:
+        payload = _squeeze(np.bitwise_xor(*self._bytes(span)))
+        return len(payload), payload
+
+    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
+        target ^= np.frombuffer(_expand(payload), np.uint8)
+        return target
+
+
+class PatchFrom(Scheme):
+    """The new tensor by zstd level 3 with the old one for a dictionary, as the command line's --patch-from."""
+
+    once = True
+
+    def put(self, span: Span) -> tuple[int, Any]:
+        old, new = self._bytes(span)
+        # A window over all of the old one, and long matches.
+        room = max(10, (old.size + new.size).bit_length())
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            3, source_size=new.size, window_log=min(27, room), enable_ldm=True, write_content_size=1
+        )
+        payload = zstandard.ZstdCompressor(dict_data=_dictionary(old), compression_params=parameters).compress(new)
+        return len(payload), payload
+
+    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
+        decompressor = zstandard.ZstdDecompressor(dict_data=_dictionary(target), max_window_size=1 << 30)
+        return np.frombuffer(decompressor.decompress(payload), np.uint8)
+
+
+class Coo(Scheme):
+    """32-bit positions and new values, uncompressed."""
+
+    def put(self, span: Span) -> tuple[int, Any]:
+        x, y = self._lanes(span)
+        at = np.flatnonzero(x != y)
+        payload = at.astype(np.uint32), y[at]
+        return payload[0].nbytes + payload[1].nbytes, payload
+
+    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
+        target.view(payload[1].dtype)[payload[0]] = payload[1]
+        return target
+
+
+class Gaps(Scheme):
+    """16-bit gaps; then XORs or new values of the changed elements; with zstd level 1 each, or as they are."""
+
+    xor = squeezed = False
+
+    def put(self, span: Span) -> tuple[int, Any]:
+        x, y = self._lanes(span)
+        at = np.flatnonzero(x != y)
+        gaps = np.diff(at, prepend=-1) - 1
+        far = gaps // 65535
+        # 65,535 stands for so many unchanged elements and no change.
+        out = np.full(gaps.size + int(far.sum()), 65535, np.uint16)
+        out[np.arange(gaps.size) + np.cumsum(far)] = gaps % 65535
+        values = x[at] ^ y[at] if self.xor else y[at]
+        if not self.squeezed:
+            return out.nbytes + values.nbytes, (out.tobytes(), values.tobytes())
+        payload = _squeeze(out), _squeeze(values)
+        return sum(map(len, payload)), payload
+
+    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
+        first, second = map(_expand, payload) if self.squeezed else payload
+        gaps = np.frombuffer(first, np.uint16).astype(np.int64)
+        real = gaps != 65535
+        at = np.cumsum(gaps + real)[real] - 1
+        x = target.view(f"u{span.lane}")
+        values = np.frombuffer(second, x.dtype)
+        if self.xor:
+            x[at] ^= values
+        else:
+            x[at] = values
+        return target
+
+
+class GapsXor(Gaps):
+    """16-bit gaps and XORs of the changed elements, zstd level 1 each."""
+
+    xor = squeezed = True
+
+
+class GapsNew(Gaps):
+    """16-bit gaps and the new values, zstd level 1 each."""
+
+    squeezed = True
+
+
+class Arc(Scheme):
+    """fireworks-delta-compression's arc_v3: a tensor after the other, since each takes threads of its own."""
+
+    once = True
+    note = "one round; keeps the smallest of what is ready in time, so bytes vary; checks Adler-32 as it decodes"
+
+    def __init__(self, pair: Pair, pool: ThreadPoolExecutor) -> None:
+        super().__init__(pair, pool)
+        import fireworks_delta_compression
+        import torch
+
+        from weightvc.sources.memory import TORCH_DTYPES
+
+        self._arc = fireworks_delta_compression
+        self._torch = torch
+        names = {ours: theirs for theirs, ours in TORCH_DTYPES.items()}
+        self._as = {
+            span: (getattr(torch, names[span.dtype]), info.shape) for span, info in zip(pair.tensors, pair.infos)
+        }
+
+    def threads(self, pool: int) -> int:
+        return 1
+
+    def every(self, work: Callable[..., Any], *columns: Any) -> list[Any]:
+        return list(map(work, *columns))
+
+    def put(self, span: Span) -> tuple[int, Any]:
+        old, new = (self._tensor(span, data) for data in self._bytes(span))
+        payload, checksum = self._arc.delta_compress(src=old, dst=new, compression_format="arc_v3")
+        return payload.numel() + len(checksum), (payload, checksum)
+
+    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
+        # Its envelope is a pickle: decoded here is what was coded here, and nothing else.
+        made = self._arc.delta_decompress(
+            src=self._tensor(span, target),
+            compressed_diff=payload[0],
+            checksum=payload[1],
+            compression_format="arc_v3",
+        )
+        data: Bytes = made.contiguous().reshape(-1).view(self._torch.uint8).numpy()
+        return data
+
+    def _tensor(self, span: Span, data: Bytes) -> Any:
+        kind, shape = self._as[span]
+        return self._torch.from_numpy(data).view(kind).reshape(shape)
+
+
+def _squeeze(data: Any) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def _expand(data: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
+def _dictionary(data: Bytes) -> zstandard.ZstdCompressionDict:
+    return zstandard.ZstdCompressionDict(data.tobytes(), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+
+
+SCHEMES: dict[str, type[Scheme]] = {
+    "small": Small,
+    "first": First,
+    "xor+zstd": Xor,
+    "gap+xor+zstd": GapsXor,
+    "gap+new+zstd": GapsNew,
+    "gap+raw": Gaps,
+    "coo": Coo,
+    "patch-from": PatchFrom,
+    "arc_v3": Arc,
+}
+"""Every scheme by the name that the tables give it, in their order. `ours` are held against the rest."""
+
+BASE = "xor+zstd"
+"""What speeds are given as multiples of."""
