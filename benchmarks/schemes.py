@@ -105,8 +105,15 @@ class Blocks(Scheme):
 class Small(Blocks):
     """As a commit does: the context codec, with tables from a sample, and the first codecs where they are smaller."""
 
+    learns = True
+    """Whether tables are made from a sample. A scheme with another coder is a subclass of three lines."""
+
+    def coder(self) -> Coder:
+        """What chooses a codec for each block, as a commit has it."""
+        return Coder()
+
     def encode(self) -> tuple[int, Any]:
-        coder = Coder()
+        coder = self.coder()
 
         def sample(span: Span) -> tuple[str, context.Stats | None]:
             old, new = self._bytes(span)
@@ -115,7 +122,8 @@ class Small(Blocks):
         def one(span: Span) -> tuple[int, bytes]:
             return coder.patch(span.dtype, span.lane, *self._bytes(span))[:2]
 
-        coder.learn(self.every(sample, self.spans))
+        if self.learns:
+            coder.learn(self.every(sample, self.spans))
         coded = self.every(one, self.spans)
         size = sum(map(len, coder.tables.values())) + sum(len(payload) for _, payload in coded)
         return size, (coder.tables, coded)
