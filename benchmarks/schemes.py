@@ -14,6 +14,7 @@ from pairs import Bytes, Pair, Span
 
 import weightvc_kernels as wk
 from weightvc.objects import manifest
+from weightvc.protocol import parallel
 from weightvc.protocol.coder import Coder
 from weightvc_kernels import context
 
@@ -123,7 +124,7 @@ class Small(Blocks):
             return coder.patch(span.dtype, span.lane, *self._bytes(span))[:2]
 
         if self.learns:
-            coder.learn(self.every(sample, self.spans))
+            coder.learn(parallel.ordered(self._pool, sample, self.spans, 64))
         coded = self.every(one, self.spans)
         size = sum(map(len, coder.tables.values())) + sum(len(payload) for _, payload in coded)
         return size, (coder.tables, coded)
