@@ -12,6 +12,7 @@ weights. docs/patch.md explains the codec and gives the layout. Everything that 
 in integers. The compiled passes are in `context_kernels`; they, and numba, are imported at the first call.
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ BLOCK_LIMIT = 1 << 26
 
 STRIDE = 16
 """Of so many units, sample looks at one."""
+
+_KEPT = 128 << 20
+_kept = threading.local()
 
 
 def supports(dtype: str) -> bool:
@@ -154,16 +158,16 @@ def encode_patch(model: Model, old: Buffer, new: Buffer) -> tuple[bytes, Lanes]:
     before, after = _pair(old, new, form)
     n, units = before.size, _units(before.nbytes)
     kernels = _kernels()
-    # Memory that is not written to is not taken, so room for the worst case costs nothing.
-    flags, marks = np.empty(units, np.uint8), np.empty(2 * n + units, np.uint64)
-    steps, was, groups = np.empty(n, before.dtype), np.empty(n, before.dtype), np.empty(n, np.uint16)
+    flags, marks, groups, steps, was = _room(
+        (units, np.uint8), (2 * n + units, np.uint64), (n, np.uint16), (n, before.dtype), (n, before.dtype)
+    )
     x, y = _frozen(before), _frozen(after)
     count, found = kernels.scan(
         *(x, y, _words(x), _words(y), _size(form), model.shape, model.rows, model.planes, model.window, model.group),
         *(model.curve, model.pace, np.empty(65, np.uint32), flags, marks, steps, groups, was),
     )
     if not found:
-        return b"", was[:0]
+        return b"", was[:0].copy()
     room = (31 * count + found * (32 + 8 * form.lane) + 12 * units) // 32 + 8
     out = np.empty(room, np.uint32)
     at = kernels.pack(
@@ -237,6 +241,26 @@ def _kernels() -> Any:
     from weightvc_kernels import context_kernels
 
     return context_kernels
+
+
+def _room(*wanted: tuple[int, Any]) -> list[Array]:
+    """Arrays of these lengths and dtypes, to work in until this thread's next call.
+
+    Memory that is not written to is not taken, so room for the worst case costs nothing. But what numpy gets from the
+    system comes in huge pages, zeroed: several of them anew for every block took longer than reading the block.
+    """
+    spans, end = [], 0
+    for length, dtype in wanted:
+        size = length * np.dtype(dtype).itemsize
+        spans.append((end, end + size, dtype))
+        end += (size + 63) // 64 * 64
+    room = getattr(_kept, "room", None)
+    if room is None or room.size < end:
+        room = np.empty(end, np.uint8)
+        # Blocks that a commit cuts are far below that. Others are not to leave a thread with so much.
+        if end <= _KEPT:
+            _kept.room = room
+    return [room[a:b].view(dtype) for a, b, dtype in spans]
 
 
 def _tallies() -> Array:
