@@ -141,6 +141,15 @@ class Small(Blocks):
         return target
 
 
+class Fast(Small):
+    """As a commit with codec="fast" does: RICE, and the first codecs where they are much smaller."""
+
+    learns = False
+
+    def coder(self) -> Coder:
+        return Coder("fast")
+
+
 class First(Blocks):
     """SPARSE, DENSE, PLANES or RAW, whichever is smallest."""
 
@@ -300,6 +309,7 @@ def _dictionary(data: Bytes) -> zstandard.ZstdCompressionDict:
 
 SCHEMES: dict[str, type[Scheme]] = {
     "small": Small,
+    "fast": Fast,
     "first": First,
     "xor+zstd": Xor,
     "gap+xor+zstd": GapsXor,

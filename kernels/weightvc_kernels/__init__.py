@@ -2,25 +2,27 @@
 
     encode_whole, decode_whole              a block by itself (RAW, PLANES)
     encode_patch, decode_patch,             a block against an old one (SPARSE, DENSE, or whole)
-    decode_patch_into, positions_values
+    decode_patch_into, positions_values      (these read RICE too)
     diff_lanes, ulp_steps                   what changed, and by how much
 
 The module `payloads` makes several payloads into one, or turns them around.
 
 The module `context` holds the context codec: smaller patches, coded with tables that a whole patch shares. It is
-compiled by numba, which is imported at its first call. All the rest needs nothing compiled.
+compiled by numba, which is imported at its first call. So does `rice` hold the RICE codec: patches that are applied
+several times as fast, and whose positions decode without the old block. All the rest needs nothing compiled.
 
 All are pure, release the GIL in their heavy parts, and may be called from any number of threads. They run on
 numpy and zstd: both load in a tenth of a second. The layout of the payloads is in `codec` and `streams`, that of
-the context codec in docs/patch.md.
+the context codec and of RICE in docs/patch.md.
 """
 
-from weightvc_kernels import context, payloads
+from weightvc_kernels import context, payloads, rice
 from weightvc_kernels.codec import (
     BLOCK_LIMIT,
     DENSE,
     PLANES,
     RAW,
+    RICE,
     SPARSE,
     decode_patch,
     decode_patch_into,
@@ -37,6 +39,7 @@ __all__ = [
     "DENSE",
     "PLANES",
     "RAW",
+    "RICE",
     "SPARSE",
     "CodecError",
     "context",
@@ -48,5 +51,6 @@ __all__ = [
     "encode_whole",
     "payloads",
     "positions_values",
+    "rice",
     "ulp_steps",
 ]

@@ -1,4 +1,6 @@
-"""Four codecs for a block of up to 64 MiB: RAW and PLANES hold it whole, SPARSE and DENSE against an old one.
+"""Codecs for a block of up to 64 MiB: RAW and PLANES hold it whole, SPARSE and DENSE against an old one.
+
+RICE is against an old one too: the module `rice` has it, and what reads patches here reads it as well.
 
 A block is a number of lanes: little-endian unsigned integers of 1, 2, 4 or 8 bytes. Varints, sections and
 number streams are laid out as the `streams` module says; W is the bits of a lane.
@@ -29,7 +31,7 @@ again. The caller holds the digest that tells.
 
 import numpy as np
 
-from weightvc_kernels import lanes, streams
+from weightvc_kernels import lanes, rice, streams
 from weightvc_kernels.errors import CodecError
 from weightvc_kernels.lanes import Buffer, Bytes, Lanes, Positions
 
@@ -37,6 +39,7 @@ RAW = 1
 PLANES = 2
 SPARSE = 3
 DENSE = 4
+RICE = 7
 
 BLOCK_LIMIT = 1 << 26
 """Bytes of the largest block."""
@@ -110,6 +113,8 @@ def decode_patch(codec: int, payload: Buffer, old: Buffer, lane: int) -> Bytes:
         out = before.copy()
         out[at] = values
         return out.view(np.uint8)
+    if codec == RICE:
+        return rice.decode(payload, before, lane)
     if codec == DENSE:
         return _get_dense(payload, before).view(np.uint8)
     return decode_whole(codec, payload, before.nbytes, lane)
@@ -127,6 +132,8 @@ def decode_patch_into(codec: int, payload: Buffer, target: Buffer, lane: int) ->
     if codec == SPARSE:
         at, values = _get_sparse(payload, before)
         before[at] = values
+    elif codec == RICE:
+        rice.decode_into(payload, before, lane)
     else:
         before[:] = decode_patch(codec, payload, before, lane).view(before.dtype)
 
@@ -139,6 +146,8 @@ def positions_values(codec: int, payload: Buffer, old: Buffer, lane: int) -> tup
     before = _block(old, lane)
     if codec == SPARSE:
         return _get_sparse(payload, before)
+    if codec == RICE:
+        return rice.positions_values(payload, before, lane)
     after = decode_patch(codec, payload, before, lane).view(before.dtype)
     at = lanes.changed(before, after)
     return at, after[at]

@@ -126,6 +126,40 @@ def lowest_bit(context: Any, bits: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
+@generated
+def bit_length(context: Any, bits: Any) -> Any:
+    """The place of the highest bit that is set, from 1 on; 0 if there is none."""
+
+    def generate(ctx: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        zeros = builder.ctlz(arguments[0], ir.IntType(1)(0))
+        return builder.sub(ir.IntType(64)(64), zeros)
+
+    return types.uint64(types.uint64), generate
+
+
+@generated
+def load_word(context: Any, data: Any, at: Any) -> Any:
+    """Eight bytes from data[at] on, wherever that lies; data points to bytes."""
+
+    def generate(ctx: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), ir.IntType(64).as_pointer())
+        return builder.load(place, align=1)
+
+    return types.uint64(data, types.uint64), generate
+
+
+@generated
+def store_word(context: Any, data: Any, at: Any, word: Any) -> Any:
+    """Write eight bytes from data[at] on, wherever that lies; data points to bytes."""
+
+    def generate(ctx: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), ir.IntType(64).as_pointer())
+        builder.store(arguments[2], place, align=1)
+        return ctx.get_dummy_value()
+
+    return types.void(data, types.uint64, types.uint64), generate
+
+
 def _wide(pieces: int) -> Any:
     """The sum of the hazards of 32 × `pieces` lanes of two bytes, by AVX-512: a table of 32 classes in registers.
 

@@ -161,6 +161,10 @@ class Reader:
         """One byte."""
         return int(self._take(1, what)[0])
 
+    def take(self, size: int, what: str) -> bytes:
+        """So many bytes."""
+        return bytes(self._take(size, what))
+
     def varint(self, what: str) -> int:
         """One varint."""
         value = 0
@@ -212,6 +216,11 @@ class Reader:
         if int(rest.max()) > limit:
             raise CodecError(f"{what} holds a number of more than {8 * lane} bits: the payload was changed")
         return rest
+
+    @property
+    def at(self) -> int:
+        """Bytes read so far."""
+        return self._at
 
     def end(self) -> None:
         """Raise CodecError unless the whole payload was read."""

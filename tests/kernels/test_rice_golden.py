@@ -1,0 +1,76 @@
+"""RICE payloads that earlier versions wrote: every later version has to read them, for ever.
+
+golden/rice.json is append-only. `python tests/kernels/test_rice_golden.py` adds the cases that it lacks.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_rice
+import pytest
+
+import weightvc_kernels as wk
+from weightvc_kernels import rice
+
+FILE = Path(__file__).parent / "golden" / "rice.json"
+LANES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I32": 4, "C64": 8}
+
+
+def stream(name: str, size: int) -> bytes:
+    """`size` pseudo-random bytes that depend on `name` alone, on any machine and any numpy."""
+    return hashlib.shake_256(name.encode()).digest(size)
+
+
+def cases() -> dict[str, tuple[str, bytes, bytes]]:
+    """Dtype, old and new block by the case's name."""
+    out: dict[str, tuple[str, bytes, bytes]] = {}
+    for dtype, lane in LANES.items():
+        unsigned = np.dtype(f"u{lane}")
+        count = 9000 // lane
+        old = np.frombuffer(stream(f"old {dtype}", count * lane), unsigned)
+        noise = np.frombuffer(stream(f"noise {dtype}", count * lane), unsigned)
+        dice = np.frombuffer(stream(f"dice {dtype}", 4 * count), np.uint32) >> 16
+        one_up = np.where(dice % 2, 1, 2 ** (8 * lane) - 1).astype(unsigned)
+        for name, new in (
+            ("few steps", np.where(dice < 600, old + one_up, old)),
+            ("some noise", np.where(dice < 3000, noise, old)),
+            ("many steps", np.where(dice < 40000, old + one_up, old)),
+            ("all steps", old + one_up),
+            ("one change", np.where(np.arange(count) == count - 9, noise, old)),
+        ):
+            out[f"{name} {dtype}"] = (dtype, old.tobytes(), new.astype(unsigned).tobytes())
+    return out
+
+
+GOLDEN: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.exists() else {}
+CASES = cases()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_old_payloads_still_decode(name: str) -> None:
+    entry = GOLDEN[name]
+    dtype, old, new = CASES[name]
+    assert hashlib.sha256(old + new).hexdigest() == entry["sha256"], "the case itself has changed"
+    payload, lane = bytes.fromhex(entry["payload"]), LANES[dtype]
+    assert wk.decode_patch(wk.RICE, payload, old, lane).tobytes() == new
+    assert plain_rice.decode(payload, lane, old) == new
+
+
+def test_every_case_is_kept() -> None:
+    assert set(GOLDEN) == set(CASES)
+
+
+def add_missing() -> None:
+    """Write the payloads of new cases; what is there stays as it is."""
+    for name, (dtype, old, new) in CASES.items():
+        payload = rice.encode(old, new, dtype, LANES[dtype])
+        digest = hashlib.sha256(old + new).hexdigest()
+        GOLDEN.setdefault(name, {"sha256": digest, "payload": payload.hex()})
+    FILE.write_text(json.dumps(GOLDEN, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    add_missing()
