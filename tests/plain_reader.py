@@ -23,6 +23,7 @@ import zstandard
 from blake3 import blake3
 
 from tests.kernels.plain_context import decode as decode_context
+from tests.kernels.plain_rice import decode as decode_rice
 
 MIB = 2**20
 CHUNK = 4 * MIB
@@ -37,7 +38,7 @@ FILE_ORDER = (
     "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 "
     "F6_E3M2 F6_E2M3 F4 BOOL"
 )
-SAME, RAW, PLANES, SPARSE, DENSE, REF, CONTEXT = range(7)
+SAME, RAW, PLANES, SPARSE, DENSE, REF, CONTEXT, RICE = range(8)
 Array = npt.NDArray[Any]
 
 
@@ -181,6 +182,12 @@ def change(old: Array, delta: Array, mode: int) -> Array:
     return m(m(old) + ((delta >> 1) ^ -(delta & 1)))
 
 
+def need_check(old: Array, new: Array, check: int) -> None:
+    """Refuse a block whose check is not of the old lanes that change."""
+    found = blake3(old[old != new].tobytes()).digest()[:4]
+    need(found == check.to_bytes(4, "little"), "old lanes are not as checked")
+
+
 def decode(codec: int, data: bytes, size: int, lane: int, old: bytes | None, check: int = 0) -> bytes:
     """The bytes of a block of any codec but REF; `old` are those of its sources, None if it lacks one."""
     payload, bits, dtype = Payload(data), 8 * lane, np.dtype(f"<u{lane}")
@@ -192,6 +199,14 @@ def decode(codec: int, data: bytes, size: int, lane: int, old: bytes | None, che
         for plane in range(lane):
             lanes |= payload.section(n).astype(dtype) << 8 * plane
         new = (lanes if lane == 1 else lanes >> 1 | lanes << (bits - 1)).tobytes()
+    elif codec == RICE:
+        need(old is not None and len(old) == size, "a block without its sources")
+        assert old is not None
+        try:
+            new = decode_rice(payload.take(len(data)), lane, old)
+        except (AssertionError, IndexError) as error:
+            raise Damaged(f"a RICE payload that is none: {error!r}") from None
+        need_check(np.frombuffer(old, dtype), np.frombuffer(new, dtype), check)
     elif codec in (SAME, SPARSE, DENSE):
         need(old is not None and len(old) == size, "a block without its sources")
         assert old is not None
@@ -342,8 +357,7 @@ class Version:
         except (AssertionError, IndexError) as error:
             raise Damaged(f"a context payload that is none: {error!r}") from None
         kind = np.dtype(f"<u{LANE[dtype]}")
-        was, now = np.frombuffer(old, kind), np.frombuffer(new, kind)
-        need(blake3(was[was != now].tobytes()).digest()[:4] == check.to_bytes(4, "little"), "old lanes as checked")
+        need_check(np.frombuffer(old, kind), np.frombuffer(new, kind), check)
         return new
 
     def read(self, way: str, old: "Version | None", old_chunks: list[bytes]) -> list[bytes]:
@@ -355,7 +369,7 @@ class Version:
             lengths = [size for _, _, size in self.chunks[first:last]]
             lanes = {LANE[self.tensors[i].dtype] for i, _, _ in self.chunks[first:last]}
             need(len(lanes) == 1 and sum(lengths) <= 64 * MIB, "a block of several lane widths, or too large")
-            need(check == 0 or codec in (SPARSE, DENSE, CONTEXT), "a check where there is none")
+            need(check == 0 or codec in (SPARSE, DENSE, CONTEXT, RICE), "a check where there is none")
             if codec == REF:
                 need(count == 1 and len(payload) == 4, "a REF of more than a chunk, or of another length")
                 earlier = int.from_bytes(payload, "little")

@@ -6,7 +6,7 @@ import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -90,6 +90,12 @@ def _no_constant(text: str) -> Any:
     help="If the branch moved, diff again on top of its new head: your weights replace its; nothing is merged.",
 )
 @click.option("--base", is_flag=True, help="Store it whole as well.")
+@click.option(
+    "--codec",
+    metavar="NAME",
+    default="small",
+    help="What the patch should be: small (the default), fast to apply, or auto: fast where that costs little.",
+)
 @json_option
 @repository_option
 @click.pass_obj
@@ -109,6 +115,7 @@ def commit(
     expect: str | None,
     rebase: bool,
     base: bool,
+    codec: Literal["small", "fast", "auto"],
 ) -> None:
     """Commit PATH as the next version of a branch.
 
@@ -158,6 +165,7 @@ def commit(
             parents=parent,
             on_conflict="rebase" if rebase else "raise",
             base=base,
+            codec=codec,
             name=name,
             exclude=exclude,
         )

@@ -58,6 +58,7 @@ def test_bad_options_write_nothing(shell: Shell, history: dict[str, str]) -> Non
     ):
         shell.fails(2, "commit", "1.safetensors", *args)
     shell.fails(8, "commit", "1.safetensors", "--dtype", "int3")
+    shell.fails(8, "commit", "1.safetensors", "--codec", "zip")
     shell.fails(8, "commit", "1.safetensors", "--name", "../x.safetensors")
     shell.fails(3, "commit", "1.safetensors", "--parent", "nothing")
     shell.fails(2, "-r", "", "log")

@@ -273,6 +273,29 @@ def make_context(golden: Golden) -> None:
         golden.commit(weights, message="any bits")
 
 
+def make_fast(golden: Golden) -> None:
+    """Blocks of the RICE codec, in lanes of every width, and of another where it would be too large."""
+    weights: Weights = {
+        ("", "bf16"): normal("BF16", 20_000, 1),
+        ("", "c64"): tensor("C64", (200,), 2),
+        ("", "f16"): normal("F16", 3_000, 3),
+        ("", "f32"): normal("F32", 2_000, 4),
+        ("", "f8"): tensor("F8_E4M3", (3_000,), 5),
+        ("", "f64"): normal("F64", 900, 6),
+        ("", "i32"): tensor("I32", (300,), 7),
+        ("", "noise"): tensor("U8", (2_000,), 8),
+        ("", "small"): normal("BF16", 500, 9),
+    }
+    golden.commit(weights, message="a base")
+    for step, share in enumerate((0.01, 0.2, 0.002)):
+        for i, name in enumerate(sorted(weights)):
+            weights[name] = stepped(weights[name], share, 3, 10 * step + i)
+        golden.commit(weights, message=f"about {share:.1%} changed", step=step, codec="fast")
+    weights["", "bf16"] = flipped(weights["", "bf16"], 0.05, 1)
+    weights["", "noise"] = tensor("U8", (2_000,), 10)
+    golden.commit(weights, message="any bits", codec="fast")
+
+
 def make_files(golden: Golden) -> None:
     """Directories: shards with their index, side files small and large, components in folders."""
 

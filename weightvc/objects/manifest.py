@@ -22,6 +22,8 @@ SAME: Final = 0
 """Codec of a block that equals its source chunks; it takes no bytes."""
 CONTEXT: Final = 6
 """Codec of a block of one dtype, coded with the patch's tables of that dtype (docs/patch.md)."""
+RICE: Final = 7
+"""Codec of a block that readers apply fast (docs/patch.md)."""
 REF: Final = 5
 """Codec of a block of one chunk that equals an earlier chunk of the same tree: u32, that chunk's number."""
 BLOCK: Final = 4 << 20
@@ -48,7 +50,7 @@ class Stream:
     codecs: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     checks: list[int] = field(default_factory=list)
-    """Of each SPARSE, DENSE or CONTEXT block: check() of the old lanes that it changes; else 0."""
+    """Of each SPARSE, DENSE, CONTEXT or RICE block: check() of the old lanes that it changes; else 0."""
     packs: list[tuple[str, int]] = field(default_factory=list)
     inline: frame.Buffer = b""
     first: list[int] = field(default_factory=list)

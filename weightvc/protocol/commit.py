@@ -129,6 +129,7 @@ class Build:
         transaction: key.Transaction,
         *,
         base: bool,
+        codec: str,
         progress: Progress | None,
     ) -> None:
         self._shelf = shelf
@@ -139,7 +140,7 @@ class Build:
         self._base = base or parent is None
         self._progress = progress
         self._moved: dict[int, int] = {}
-        self._coder = coder.Coder()
+        self._coder = coder.Coder(codec)
         self._map: list[int] | None = None
         self._keep = shelf.cache.write_tree(schema) if shelf.cache is not None else None
         self.changed = 0
@@ -169,7 +170,7 @@ class Build:
         ):
             patch = Packer(self._shelf, self._transaction, uploads) if self._parent is not None else None
             base = Packer(self._shelf, self._transaction, uploads) if self._base else None
-            if self._parent is not None and schema.nbytes >= coder.CONTEXT_FROM:
+            if self._parent is not None and self._coder.learns(schema.nbytes):
                 # A sixteenth of what is there, to make the tables from.
                 self._coder.learn(parallel.ordered(pool, self._sample, enumerate(blocks), 64))
             for block in parallel.ordered(pool, self._encode, blocks, window):
@@ -239,7 +240,7 @@ class Build:
                 else:
                     codec, payload, was = self._coder.patch(first.dtype, lane, old, new)
                     changed = was.size
-                    if codec in (kernels.SPARSE, kernels.DENSE, manifest.CONTEXT):
+                    if codec in (kernels.SPARSE, kernels.DENSE, manifest.CONTEXT, manifest.RICE):
                         check = manifest.check(was.tobytes())
         float32 = changed if first.dtype == "F32" else 0
         base = kernels.encode_whole(new, lane) if self._base else None

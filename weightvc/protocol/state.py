@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from weightvc.cache import Flat
 from weightvc.errors import Corrupt, NotFound, Refused, StoreError, Unsupported, WeightvcError
 from weightvc.objects import dtypes, frame, manifest
-from weightvc.objects.manifest import CONTEXT, REF, SAME, Stream
+from weightvc.objects.manifest import CONTEXT, REF, RICE, SAME, Stream
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.protocol.shelf import Shelf
@@ -26,7 +26,7 @@ from weightvc.sources.base import ReadsRuns, Source
 PACKS_HELD: Final = 3
 BLOCKS_HELD: Final = 128 << 20
 """Bytes of blocks that a chain keeps where blocks are cut differently from level to level."""
-KNOWN: Final = range(CONTEXT + 1)
+KNOWN: Final = range(RICE + 1)
 """Codecs that this reader knows."""
 Buffer = frame.Buffer
 
