@@ -2,15 +2,20 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
+import warnings
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from numba import cuda
+from numba.core.errors import NumbaPerformanceWarning
 from numba.cuda.cudadrv.devicearray import is_cuda_ndarray
 
 from weightvc_kernels.errors import CodecError
 from weightvc_kernels.lanes import dtype_of
+
+# Small arrays make small grids, which is as it has to be.
+warnings.filterwarnings("ignore", "Grid size", NumbaPerformanceWarning)
 
 DeviceArray: TypeAlias = Any
 """Anything with __cuda_array_interface__: an array of numba or CuPy, a torch.Tensor on a CUDA device."""
@@ -51,10 +56,10 @@ def flat(array: DeviceArray, what: str, stream: Any) -> Any:
     if interface is None and not is_cuda_ndarray(array):
         raise CodecError(f"{what} is no array on a CUDA device: it has no __cuda_array_interface__")
     held = array if is_cuda_ndarray(array) else cuda.as_cuda_array(array, sync=not stream)
-    if not held.is_c_contiguous():
-        raise CodecError(f"{what} is not contiguous: a copy would be written to in vain")
     if not held.size:
         return empty(0, held.dtype)
+    if not held.is_c_contiguous():
+        raise CodecError(f"{what} is not contiguous: a copy would be written to in vain")
     return held if held.ndim == 1 else held.reshape(held.size)
 
 
@@ -76,9 +81,9 @@ def _address(array: Any) -> int:
     return int(interface["data"][0])
 
 
-def empty(size: int, dtype: npt.DTypeLike) -> Any:
-    """A new device array [size] of whatever was there before."""
-    return cuda.device_array(size, np.dtype(dtype))
+def empty(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+    """A new device array of whatever was there before."""
+    return cuda.device_array(shape, np.dtype(dtype))
 
 
 def send(array: npt.NDArray[Any], stream: Any) -> Any:

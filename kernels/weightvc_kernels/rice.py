@@ -12,7 +12,7 @@ numba, are imported at the first call.
 
 import threading
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,22 +67,57 @@ def encode_patch(old: Buffer, new: Buffer, dtype: str, lane: int) -> tuple[bytes
     count = int(kernels.scan(_frozen(before), _frozen(after), _size(lane), where, was, now))
     if not count:
         return b"", was[:0]
-    shift, plain = (_EXPONENT[dtype], False) if dtype in _EXPONENT else (8 * lane - 1, True)
+    shift, plain = form_of(dtype, lane)
     form = _form(lane, shift, plain)
     counts = np.zeros((int(form[1]) + 1, 8 * lane), np.uint32)
     kernels.tally(was, now, count, form, counts)
-    border, run_bits = kernels.settle(counts, _prices(8 * lane - 1))
+    border, run_bits = kernels.settle(counts, prices(8 * lane - 1))
     groups = -(-count // GROUP)
     bounds = np.empty((groups, 2), np.uint64)
     # A gap, a sign, a run and a step take 42, 1, 42 and 80 bits at most.
     out = _room(3, count * 21 + groups + 16, np.uint8)
     bits = kernels.pack(
-        *(where, was, now, count, form, border, run_bits, _prices(GAP_BITS)),
+        *(where, was, now, count, form, border, run_bits, prices(GAP_BITS)),
         *(np.empty(GAP_BITS + 2, np.uint32), np.empty(GROUP + 1, np.uint64), bounds, out),
     )
-    head = streams.put_varint(count) + bytes([shift + _PLAIN * plain, run_bits]) + int(border).to_bytes(2, "little")
-    body = out[: (bits + 7) // 8].tobytes()
-    return head + _put_index(bounds[:-1]) + body, was[:count].copy()
+    head = put_head(count, shift, plain, int(border), int(run_bits)) + put_index(bounds[:-1])
+    return head + out[: (bits + 7) // 8].tobytes(), was[:count].copy()
+
+
+class Head(NamedTuple):
+    """How a payload begins."""
+
+    changes: int = 0
+    shift: int = 0
+    plain: bool = False
+    run_bits: int = 0
+    border: int = 0
+    span_bits: int = 0
+    size_bits: int = 0
+    nbytes: int = 0
+    """Its own bytes: where the index begins."""
+
+    @classmethod
+    def parse(cls, data: Bytes, count: int, lane: int) -> "Head":
+        """The head of a payload for `count` lanes of `lane` bytes. Raises CodecError for a malformed one."""
+        if not 0 <= count * lane <= BLOCK_LIMIT:
+            raise CodecError(f"block of {count} lanes of {lane} bytes: the limit is {BLOCK_LIMIT} bytes, split it")
+        if not data.size:
+            return cls()
+        reader = streams.Reader(data)
+        changes = reader.varint("the number of changes")
+        form, run_bits, low, high = reader.take(4, "the parameters")
+        border = low | high << 8
+        # A change takes one bit at least: what a payload claims is no more than eight times its bytes.
+        if not 1 <= changes <= min(count, 8 * data.size):
+            raise CodecError(f"patch changes {changes} of {count} lanes: not of this block, or changed")
+        shift = form & (_PLAIN - 1)
+        if form >= 2 * _PLAIN or shift >= 8 * lane or run_bits > _RUN_LIMIT or border > BORDER_LIMIT:
+            raise CodecError(f"form {form}, {run_bits}, {border} of lanes of {lane} bytes: it was changed")
+        widths = reader.take(2, "the index") if changes > GROUP else b"\0\0"
+        if widths[0] > GAP_BITS + 1 or widths[1] > 32:
+            raise CodecError(f"index of {widths[0]} and {widths[1]} bits: the payload was changed")
+        return cls(changes, shift, bool(form & _PLAIN), run_bits, border, widths[0], widths[1], reader.at)
 
 
 class Changes:
@@ -93,41 +128,25 @@ class Changes:
 
         Raises CodecError for a malformed payload: all that can be told without the old lanes is checked."""
         lanes.dtype_of(lane)
-        if not 0 <= count * lane <= BLOCK_LIMIT:
-            raise CodecError(f"block of {count} lanes of {lane} bytes: the limit is {BLOCK_LIMIT} bytes, split it")
         data = lanes.as_bytes(payload)
         self.lane = lane
         self.where: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         """Positions as uint32 [changes]."""
+        head = Head.parse(data, count, lane)
         if not data.size:
             return
-        reader = streams.Reader(data)
-        changes = reader.varint("the number of changes")
-        form, self._run_bits, low, high = reader.take(4, "the parameters")
-        self._border = low | high << 8
-        # A change takes one bit at least: what a payload claims is no more than eight times its bytes.
-        if not 1 <= changes <= min(count, 8 * data.size):
-            raise CodecError(f"patch changes {changes} of {count} lanes: not of this block, or changed")
-        shift = form & (_PLAIN - 1)
-        if form >= 2 * _PLAIN or shift >= 8 * lane or self._run_bits > _RUN_LIMIT or self._border > BORDER_LIMIT:
-            raise CodecError(
-                f"form {form}, {self._run_bits}, {self._border} of lanes of {lane} bytes: it was changed"
-            )
-        self._form = _form(lane, shift, bool(form & _PLAIN))
-        groups = -(-changes // GROUP)
-        widths = b"\0\0"
-        if groups > 1:
-            widths = reader.take(2, "the index")
-            if widths[0] > GAP_BITS + 1 or widths[1] > 32:
-                raise CodecError(f"index of {widths[0]} and {widths[1]} bits: the payload was changed")
+        self._border, self._run_bits = head.border, head.run_bits
+        self._form = _form(lane, head.shift, head.plain)
+        groups = -(-head.changes // GROUP)
         kernels = _kernels()
         self._data = np.zeros(data.size + kernels.SLACK, np.uint8)
         self._data[: data.size] = data
         self._bounds = np.empty((groups + 1, 3), np.uint64)
-        where = np.empty(changes, np.uint32)
+        where = np.empty(head.changes, np.uint32)
         block = _NOTHING if ahead is None else ahead.view(np.uint8)
         status = kernels.positions(
-            *(self._data, data.size, reader.at, *widths, changes, count, self._bounds, where, _frozen(block), lane)
+            *(self._data, data.size, head.nbytes, head.span_bits, head.size_bits, head.changes),
+            *(count, self._bounds, where, _frozen(block), lane),
         )
         _check(status)
         self.where = where
@@ -229,18 +248,33 @@ def _kernels() -> Any:
 
 def _check(status: int) -> None:
     if status:
-        kernels = _kernels()
-        reason = {
-            kernels.WRONG_INDEX: "an index that is not that of its groups",
-            kernels.WRONG_GAP: "a position past its group or the block",
-            kernels.WRONG_STEP: "a step that is too long",
-            kernels.WRONG_SIZE: "a group that does not end where the index says",
-            kernels.WRONG_END: "an end too early or too late",
-        }[status]
-        raise CodecError(f"RICE payload has {reason}: changed, or not of this block")
+        raise CodecError(reason(status))
 
 
-def _put_index(bounds: npt.NDArray[np.uint64]) -> bytes:
+def reason(status: int) -> str:
+    """What is wrong, for a status of the kernels."""
+    kernels = _kernels()
+    wrong = {
+        kernels.WRONG_INDEX: "an index that is not that of its groups",
+        kernels.WRONG_GAP: "a position past its group or the block",
+        kernels.WRONG_STEP: "a step that is too long",
+        kernels.WRONG_SIZE: "a group that does not end where the index says",
+        kernels.WRONG_END: "an end too early or too late",
+    }[status]
+    return f"RICE payload has {wrong}: changed, or not of this block"
+
+
+def form_of(dtype: str, lane: int) -> tuple[int, bool]:
+    """The shift that gives the class of a lane of `dtype`, and whether it is plain."""
+    return (_EXPONENT[dtype], False) if dtype in _EXPONENT else (8 * lane - 1, True)
+
+
+def put_head(changes: int, shift: int, plain: bool, border: int, run_bits: int) -> bytes:
+    """What a payload begins with, up to the index."""
+    return streams.put_varint(changes) + bytes([shift + _PLAIN * plain, run_bits]) + border.to_bytes(2, "little")
+
+
+def put_index(bounds: npt.NDArray[np.uint64]) -> bytes:
     """Spans and sizes [groups - 1, 2], in as many bits as they need, and before them how many those are."""
     if not bounds.size:
         return b""
@@ -276,7 +310,7 @@ def _form(lane: int, shift: int, plain: bool) -> npt.NDArray[np.uint64]:
 
 
 @lru_cache(8)
-def _prices(limit: int) -> npt.NDArray[np.uint32]:
+def prices(limit: int) -> npt.NDArray[np.uint32]:
     """About twice the bits of a number's code, uint32 [parameter, bit length of the number]."""
     sizes = range(limit + 2)
 
