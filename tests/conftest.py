@@ -3,11 +3,16 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.kit.rclone import Rclone
 from tests.kit.seaweed import Seaweed
 from tests.kit.servers import Place
 from tests.kit.stub import Stub
+
+# How long an example takes says more of what else the machine does than of the code.
+settings.register_profile("weightvc", deadline=None)
+settings.load_profile("weightvc")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ The module `payloads` makes several payloads into one, or turns them around.
 
 The module `context` holds the context codec: smaller patches, coded with tables that a whole patch shares. It is
 compiled by numba, which is imported at its first call. So does `rice` hold the RICE codec: patches that are applied
-several times as fast, and whose positions decode without the old block. All the rest needs nothing compiled.
+several times as fast, and whose positions decode without the old block; and `hashes` blake3 of many short pieces, for
+who has numba loaded already. All the rest needs nothing compiled.
 
 All are pure, release the GIL in their heavy parts, and may be called from any number of threads. They run on
 numpy and zstd: both load in a tenth of a second. The layout of the payloads is in `codec` and `streams`, that of

@@ -6,7 +6,7 @@ tree    blake3 of canonical ["tree 1", schema digest], a newline, and its tensor
 """
 
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from weightvc.errors import Corrupt
 from weightvc.objects import frame
@@ -34,11 +34,13 @@ class Tree:
         prefixes: dict[tuple[str, tuple[int, ...]], bytes] = {}
         for kind in {tensor[2:4] for tensor in self.schema.tensors}:
             prefixes[kind] = frame.canonical(["tensor 1", kind[0], list(kind[1])]) + b"\n"
-        digests, digest = self.digests, frame.digest
-        return [
-            digest(prefixes[tensor[2:4]] + digests[32 * a : 32 * b])
+        digests = self.digests
+        texts = [
+            prefixes[tensor[2:4]] + digests[32 * a : 32 * b]
             for tensor, (a, b) in zip(self.schema.tensors, pairwise(self.schema.first_chunk), strict=True)
         ]
+        joined = frame.digests(b"".join(texts), list(accumulate(map(len, texts), initial=0)))
+        return [joined[at : at + 32] for at in range(0, len(joined), 32)]
 
     @cached_property
     def digest(self) -> str:

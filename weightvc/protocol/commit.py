@@ -20,7 +20,7 @@ from weightvc.objects.version import Edge, Version
 from weightvc.protocol import coder, parallel, state, swap
 from weightvc.protocol.refs import Refs, moved
 from weightvc.protocol.shelf import Shelf
-from weightvc.sources.base import ReadsRuns, Source
+from weightvc.sources.base import Source
 
 Progress = Callable[[int, int], None]
 SCHEMA_CHANGES: Final = 8
@@ -219,7 +219,7 @@ class Build:
         cuts = schema.cuts(low, high)
         if len(new) != cuts[-1]:
             raise BadFile(f"the source gave {len(new)} bytes where {cuts[-1]} were asked for: commit again")
-        joined = b"".join(frame.digests(new, cuts))
+        joined = frame.digests(new, cuts)
         first = schema.tensors[schema.tensor_of(low)]
         lane = dtypes.lane(first.dtype)
         codec, payload, check, changed = manifest.SAME, b"", 0, 0
@@ -279,13 +279,7 @@ class Build:
             return dtype, None
 
     def _read(self, low: int, high: int) -> frame.Buffer:
-        if isinstance(self._input, ReadsRuns) and (run := self._schema.whole(low, high)) is not None:
-            return self._input.read_run(*run)
-        pieces = []
-        for chunk in range(low, high):
-            tensor, start, stop = self._schema.span(chunk)
-            pieces.append(self._input.read(tensor, start, stop))
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return state.read_chunks(self._input, self._schema, low, high)
 
     def _source(self, low: int) -> int:
         """The source of a block's first chunk, -1 for none: those of its other chunks follow it side by side."""

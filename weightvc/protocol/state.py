@@ -59,6 +59,14 @@ class Held:
         self._flat.discard()
 
 
+def read_chunks(source: Source, schema: Schema, low: int, high: int) -> Buffer:
+    """Chunks [low, high) of a source that has the very tensors of `schema`: many small ones at once, if it can."""
+    if isinstance(source, ReadsRuns) and (run := schema.whole(low, high)) is not None:
+        return source.read_run(*run)
+    pieces = [source.read(*schema.span(chunk)) for chunk in range(low, high)]
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
 class Lying:
     """A tree that lies in a source: a checked-out directory, or tensors in memory."""
 
@@ -66,17 +74,15 @@ class Lying:
         self.tree = tree
         self._source = source
         self._same = list(source.tensors) == tree.schema.tensors
-        index = {(t.component, t.name): i for i, t in enumerate(source.tensors)}
-        self._at = [index.get((t.component, t.name), -1) for t in tree.schema.tensors]
-        self._at = [
-            i if i >= 0 and source.tensors[i] == t else -1 for i, t in zip(self._at, tree.schema.tensors, strict=True)
-        ]
+        self._at: list[int] = []
+        if not self._same:
+            # A tensor is what it was if all of it is: name, dtype and shape.
+            index = {tensor: i for i, tensor in enumerate(source.tensors)}
+            self._at = [index.get(tensor, -1) for tensor in tree.schema.tensors]
 
     def read(self, low: int, high: int) -> Buffer:
-        if self._same and isinstance(self._source, ReadsRuns):
-            run = self.tree.schema.whole(low, high)
-            if run is not None:
-                return self._of_source(self._source.read_run, *run)
+        if self._same:
+            return self._of_source(read_chunks, self._source, self.tree.schema, low, high)
         pieces = []
         for chunk in range(low, high):
             tensor, start, stop = self.tree.schema.span(chunk)
@@ -85,7 +91,7 @@ class Lying:
             pieces.append(self._of_source(self._source.read, self._at[tensor], start, stop))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _of_source(self, read: Callable[..., Buffer], *where: int) -> Buffer:
+    def _of_source(self, read: Callable[..., Buffer], *where: Any) -> Buffer:
         try:
             return read(*where)
         except Refused as error:
@@ -411,9 +417,9 @@ class Verified:
         if len(data) != cuts[-1]:
             raise Corrupt(f"{self._what}: chunks {low} to {high} have {len(data)} bytes, not {cuts[-1]}")
         found = frame.digests(data, cuts)
-        if b"".join(found) == self.tree.digests[32 * low : 32 * high]:
+        if found == self.tree.digests[32 * low : 32 * high]:
             return
-        chunk = low + next(k for k, digest in enumerate(found) if digest != self.tree.chunk(low + k))
+        chunk = next(i for i in range(low, high) if not found.startswith(self.tree.chunk(i), 32 * (i - low)))
         tensor, start, stop = self.tree.schema.span(chunk)
         name = self.tree.schema.tensors[tensor].name
         raise Corrupt(f"{self._what}: tensor {name[:200]!r}, bytes {start} to {stop}: not what its digest says")
