@@ -253,32 +253,24 @@ def check(old: frame.Buffer) -> int:
 def blocks(schema: Schema, sources: Sequence[int] | None) -> list[tuple[int, int]]:
     """Cut a tree's chunks into blocks [low, high) of one dtype. `sources` has the source chunk of each (-1 for
     none): a block has either all or none; None says that all have one."""
+    import numpy as np
+
+    n, positions = schema.chunks, schema.positions
+    begins = np.zeros(n + 1, np.bool_)
+    # A large chunk stands alone.
+    lone = np.diff(np.array(positions)) >= LONE
+    begins[:n] |= lone
+    begins[1:] |= lone
+    begins[[first for first, _ in schema.dtype_runs]] = True
+    if sources is not None:
+        source = np.array(sources)
+        known = source >= 0
+        # A block's sources lie side by side in the old tree, so that a reader finds them in few blocks.
+        begins[1:n] |= (known[1:] != known[:-1]) | (known[1:] & (source[1:] != source[:-1] + 1))
     out: list[tuple[int, int]] = []
-    low, held, kind = 0, 0, ("", True)
-    chunk = 0
-    for tensor in schema.tensors:
-        rest = tensor.nbytes
-        while rest:
-            size = min(rest, CHUNK)
-            rest -= size
-            this = (tensor.dtype, sources is None or sources[chunk] >= 0)
-            lone = size >= LONE
-            # A block's sources lie side by side in the old tree, so that a reader finds them in few blocks.
-            broken = (
-                sources is not None
-                and chunk > low
-                and sources[chunk] >= 0
-                and sources[chunk] != sources[chunk - 1] + 1
-            )
-            if chunk > low and (lone or held + size > BLOCK or this != kind or broken):
-                out.append((low, chunk))
-                low, held = chunk, 0
-            kind = this
-            held += size
-            chunk += 1
-            if lone:
-                out.append((low, chunk))
-                low, held = chunk, 0
-    if low < chunk:
-        out.append((low, chunk))
+    for low, end in pairwise([*np.flatnonzero(begins[:n]).tolist(), n]):
+        while low < end:
+            high = bisect_right(positions, positions[low] + BLOCK, low + 1, end + 1) - 1
+            out.append((low, high))
+            low = high
     return out

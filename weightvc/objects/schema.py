@@ -5,16 +5,18 @@ last one shorter; an empty tensor has none. Chunks are numbered through the whol
 also the order of the canonical stream: all tensors' bytes, one after the other.
 """
 
+import json
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property, partial
-from itertools import accumulate, chain, groupby, pairwise, repeat
-from operator import itemgetter
+from functools import cached_property
+from itertools import accumulate, chain, compress, groupby, islice, pairwise, repeat
+from operator import itemgetter, lt
 from typing import Any, Final
 
 from weightvc.errors import BadTensor, Corrupt, Unsupported
 from weightvc.objects import dtypes, expect, frame
-from weightvc.objects.tensor import TensorInfo
+from weightvc.objects.tensor import INFO, TensorInfo
 
 CHUNK: Final = 4 << 20
 """Bytes of a chunk: the unit of digests, fixed in format 1."""
@@ -24,13 +26,16 @@ class Schema:
     """Tensors in order, with prefix sums over chunks and bytes."""
 
     def __init__(self, tensors: Sequence[TensorInfo]) -> None:
+        # There may be hundreds of thousands: what is done here a tensor is done in C.
         self.tensors: list[TensorInfo] = list(tensors)
-        for one, two in pairwise(self.tensors):
-            # Tuples that differ in their beginning need no look at the rest.
-            if two <= one or two[:2] == one[:2]:
-                raise BadTensor(f"tensor {two.name[:200]!r} stands twice, or out of order")
-        sizes = [tensor.nbytes for tensor in self.tensors]
-        counts = [-(-size // CHUNK) for size in sizes]
+        keys = [tensor[:2] for tensor in self.tensors]
+        if not all(map(lt, keys, islice(keys, 1, None))):
+            name = next(two[1] for one, two in pairwise(keys) if two <= one)
+            raise BadTensor(f"tensor {name[:200]!r} stands twice, or out of order")
+        sizes = [tensor[4] for tensor in self.tensors]
+        self._single = bool(sizes) and min(sizes) > 0 and max(sizes) <= CHUNK
+        """Whether each tensor is one chunk."""
+        counts = repeat(1, len(sizes)) if self._single else (-(-size // CHUNK) for size in sizes)
         self.first_chunk: list[int] = list(accumulate(counts, initial=0))
         """The first chunk of each tensor, and the number of chunks."""
         self.offset: list[int] = list(accumulate(sizes, initial=0))
@@ -45,20 +50,25 @@ class Schema:
         Made when it is first asked for: a forged shape can stand for any number of chunks, and is only found out
         once a tree compares their number with the digests that are there.
         """
+        if self._single:
+            return self.offset
         made = [start for a, b in pairwise(self.offset) for start in range(a, b, CHUNK)]
         made.append(self.offset[-1])
         return made
 
     @cached_property
+    def dtype_runs(self) -> list[tuple[int, str]]:
+        """Where chunks of another dtype than that of the chunk before begin: the first chunk, and the dtype."""
+        held = compress(
+            zip((tensor[2] for tensor in self.tensors), self.first_chunk), map(itemgetter(4), self.tensors)
+        )
+        return [(next(run)[1], dtype) for dtype, run in groupby(held, key=itemgetter(0))]
+
+    @cached_property
     def lane_borders(self) -> list[int]:
         """The chunks whose lane is not as wide as that of the chunk before."""
-        lanes = {dtype: dtypes.lane(dtype) for dtype in {tensor.dtype for tensor in self.tensors}}
-        borders, before = [], 0
-        for tensor, first in zip(self.tensors, self.first_chunk, strict=False):
-            if tensor.nbytes and (lane := lanes[tensor.dtype]) != before:
-                borders.append(first)
-                before = lane
-        return borders
+        lanes = ((first, dtypes.lane(dtype)) for first, dtype in self.dtype_runs)
+        return [next(run)[0] for _, run in groupby(lanes, key=itemgetter(1))]
 
     @cached_property
     def index(self) -> dict[tuple[str, str], int]:
@@ -68,7 +78,10 @@ class Schema:
     @cached_property
     def elements(self) -> int:
         """Elements of all tensors."""
-        return sum(dtypes.count(tensor.shape) for tensor in self.tensors)
+        sizes: dict[str, int] = defaultdict(int)
+        for _, _, dtype, _, nbytes in self.tensors:
+            sizes[dtype] += nbytes
+        return sum(8 * nbytes // dtypes.bits(dtype) for dtype, nbytes in sizes.items())
 
     def tensor_of(self, chunk: int) -> int:
         """The tensor that `chunk` belongs to."""
@@ -106,11 +119,22 @@ class Schema:
     @cached_property
     def canonical(self) -> bytes:
         """Canonical JSON of the schema; its blake3 is the schema's digest."""
-        components: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
-        for component, rows in groupby(self.tensors, key=itemgetter(0)):
-            components[component] = [(name, dtype, shape) for _, name, dtype, shape, _ in rows]
+        # As frame.canonical() would make it, but that few distinct ends stand behind many tensors.
+        ends: dict[tuple[str, tuple[int, ...]], str] = {}
+        components = []
         try:
-            return frame.canonical({"components": components, "weightvc": "schema 1"})
+            for component, rows in groupby(self.tensors, key=itemgetter(0)):
+                tensors = list(rows)
+                for kind in {tensor[2:4] for tensor in tensors}:
+                    ends[kind] = frame.canonical([kind[0], list(kind[1])])[1:].decode()
+                # JSON has no raw newline inside a text.
+                names = json.dumps([tensor[1] for tensor in tensors], ensure_ascii=False, separators=("\n", ":"))
+                listed = [
+                    f"[{name},{ends[tensor[2:4]]}"
+                    for name, tensor in zip(names[1:-1].split("\n"), tensors, strict=True)
+                ]
+                components.append(f"{frame.canonical(component).decode()}:[{','.join(listed)}]")
+            return f'{{"components":{{{",".join(components)}}},"weightvc":"schema 1"}}'.encode()
         except UnicodeEncodeError:
             raise BadTensor("a tensor name holds a lone surrogate, which UTF-8 cannot say: rename it") from None
 
@@ -122,10 +146,6 @@ class Schema:
     def encode(self) -> bytes:
         """The schema as a stored object."""
         return frame.encode(frame.SCHEMA, {"schema": self.canonical.decode()})
-
-
-_INFO: Final = partial(tuple.__new__, TensorInfo)
-"""A TensorInfo from its fields, in a third of the time that its own constructor takes."""
 
 
 def decode(data: frame.Buffer, what: str) -> Schema:
@@ -162,4 +182,4 @@ def _tensors(component: str, rows: Any, what: str) -> list[TensorInfo]:
             raise Unsupported(f"{what} has tensors of dtype {dtype!r:.100}, not known here: upgrade weightvc")
     shapes = list(map(tuple, extents))
     sizes = map(dtypes.nbytes, kinds, shapes)
-    return list(map(_INFO, zip(repeat(component), names, kinds, shapes, sizes)))
+    return list(map(INFO, zip(repeat(component), names, kinds, shapes, sizes)))

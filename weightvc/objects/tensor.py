@@ -1,6 +1,7 @@
 """A tensor's identity but for its bytes."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
 
 class TensorInfo(NamedTuple):
@@ -14,3 +15,7 @@ class TensorInfo(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+
+INFO: Final = partial(tuple.__new__, TensorInfo)
+"""A TensorInfo from its fields, in a third of the time that its own constructor takes."""
