@@ -1,6 +1,6 @@
 """What the tests of sources share: comparing what a source gives with what it should give."""
 
-from weightvc.sources.base import Source
+from weightvc.sources.base import ReadsRuns, Source
 from weightvc.sources.header import read_header
 
 
@@ -11,6 +11,9 @@ def content(source: Source) -> dict[tuple[str, str], tuple[str, tuple[int, ...],
         data = bytes(source.read(index, 0, tensor.nbytes))
         assert len(data) == tensor.nbytes
         result[tensor.component, tensor.name] = (tensor.dtype, tensor.shape, data)
+    if isinstance(source, ReadsRuns):
+        joined = b"".join([data for _, _, data in result.values()])
+        assert bytes(source.read_run(0, len(source.tensors))) == joined
     keys = [(tensor.component, tensor.name) for tensor in source.tensors]
     assert keys == sorted(set(keys))
     return result

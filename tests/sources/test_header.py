@@ -2,6 +2,7 @@ import io
 import json
 import pickle
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from weightvc.errors import BadFile, BadTensor, Refused
 from weightvc.objects import dtypes
+from weightvc.sources import header as headers
 from weightvc.sources.base import TensorInfo
 from weightvc.sources.header import build_header, read_header
 from weightvc.sources.memory import TORCH_DTYPES, open_tensors
@@ -236,6 +238,97 @@ def test_writes_and_reads_what_the_library_writes(spec):
     infos = [TensorInfo("", name, dtype, shape, end - begin) for name, dtype, shape, begin, end in header.tensors]
     assert {info.name: info.shape for info in infos} == {name: array.shape for name, array in arrays.items()}
     assert build_header(infos[::-1]) == saved[: len(header.prefix)] == header.prefix
+
+
+FAULTS = [
+    lambda entry: entry.pop("dtype"),
+    lambda entry: entry.update(dtype="F5"),
+    lambda entry: entry.update(dtype=["U8"]),
+    lambda entry: entry.update(dtype="F4", shape=[1]),
+    lambda entry: entry.update(shape=[True]),
+    lambda entry: entry.update(shape=[-1, -4]),
+    lambda entry: entry.update(shape=[4.0]),
+    lambda entry: entry.update(shape="4"),
+    lambda entry: entry.update(shape={}),
+    lambda entry: entry.update(shape=[2**40, 2**40]),
+    lambda entry: entry.update(data_offsets=[0]),
+    lambda entry: entry.update(data_offsets={}),
+    lambda entry: entry.update(data_offsets=[0, 1, 2]),
+    lambda entry: entry.update(data_offsets=["0", "4"]),
+    lambda entry: entry.update(data_offsets=[0, 3]),
+    lambda entry: entry.update(data_offsets=[entry["data_offsets"][0], True]),
+    lambda entry: entry.update(data_offsets=[at + 1 for at in entry["data_offsets"]]),
+    lambda entry: entry.update(data_offsets=entry["data_offsets"][::-1]),
+    lambda entry: entry.update(more={"a": 1}),
+]
+
+
+def outcome(raw):
+    try:
+        return read(raw).tensors
+    except Refused as error:
+        return type(error), str(error)
+
+
+@given(
+    st.lists(st.sampled_from([("U8", [4], 4), ("F32", [], 4), ("BF16", [0, 3], 0), ("F4", [2, 3], 3)]), max_size=5),
+    st.none() | st.tuples(st.sampled_from(FAULTS), st.integers(0, 4)),
+    st.randoms(use_true_random=False),
+    st.sampled_from([0, -1, 1]),
+)
+def test_columns_tell_the_same_as_one_entry_after_the_other(kinds, fault, random, more):
+    entries, end = {}, 0
+    for i, (dtype, shape, nbytes) in enumerate(kinds):
+        entries[f"n:{i}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    if fault and entries:
+        fault[0](entries[f"n:{fault[1] % len(entries)}"])
+    elif random.random() < 0.5:
+        entries = dict(random.sample(list(entries.items()), len(entries)))
+    raw = file_of(json.dumps(entries), bytes(max(0, end + more)))
+    quick = outcome(raw)
+    with mock.patch.object(headers, "_in_columns", return_value=None):
+        assert quick == outcome(raw)
+    assert fault or isinstance(quick, list) == (more == 0 or end + more < 0)
+
+
+def text_of(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def object_of(pairs):
+    return "{" + ",".join(f"{text_of(key)}:{value}" for key, value in pairs) + "}"
+
+
+def list_of(values):
+    return "[" + ",".join(values) + "]"
+
+
+TEXTS = st.sampled_from(["a", "b", ":", '":"', "{", "\\", '\\"', "[]", "é", "", "a:1,"])
+VALUES = st.recursive(
+    st.sampled_from(["1", "null", "[]", "{}", '"x"']) | TEXTS.map(text_of),
+    lambda inner: (
+        st.lists(st.tuples(TEXTS, inner), max_size=3).map(object_of) | st.lists(inner, max_size=2).map(list_of)
+    ),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_a_key_that_stands_twice_is_found_at_any_depth(text):
+    """Whichever way it is looked for: by counting, or by a look at every object."""
+    twice = []
+
+    def look(pairs):
+        twice.extend([1] * (len(pairs) - len(dict(pairs))))
+        return dict(pairs)
+
+    wanted = json.loads(text, object_pairs_hook=look)
+    if twice:
+        with pytest.raises(BadFile, match="twice"):
+            headers.strict_json(text.encode(), "x")
+    else:
+        assert headers.strict_json(text.encode(), "x") == wanted
 
 
 @given(st.binary(max_size=60))

@@ -1,11 +1,12 @@
 """Checkpoints as files: one safetensors file or a directory of them, local or at any fsspec URL."""
 
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import islice, pairwise
+from operator import add, eq, itemgetter
 
 from weightvc.errors import BadFile, BadName
 from weightvc.sources.base import Layout, LayoutFile, Source, TensorInfo
@@ -74,30 +75,25 @@ class FileSource:
         """`headers` gives each weights file's place in `files` and header by its path in the layout."""
         self._files = files
         weights: list[LayoutFile] = []
-        found: list[tuple[TensorInfo, str, int]] = []
+        infos: list[TensorInfo] = []
+        begins: list[int] = []
+        places: list[str] = []
         with collector_paused():
             for path, (place, header) in headers.items():
-                component = path.rpartition("/")[0]
-                found += [
-                    (TensorInfo(component, name, dtype, shape, end - begin), place, begin)
-                    for name, dtype, shape, begin, end in header.tensors
-                ]
+                mine, at = header.sorted(path.rpartition("/")[0])
                 weights.append(LayoutFile(path, files.sizes[place], header.prefix, weights=True))
-            found.sort()
-            self.tensors: Sequence[TensorInfo] = [info for info, _, _ in found]
-            self._places = [(place, begin) for _, place, begin in found]
-            # Neighbours of the same number lie one after the other in a file: they are read at once.
-            self._run: list[int] = []
-            run, end = 0, ("", -1)
-            for info, place, begin in found:
-                run += (place, begin) != end
-                end = (place, begin + info.nbytes)
-                self._run.append(run)
-        for (one, first, _), (two, second, _) in pairwise(found):
-            if one.name == two.name and one.component == two.component:
-                raise BadFile(
-                    f"tensor {shown(one.name)} is in {first!r} and in {second!r}: keep one, or exclude a file"
-                )
+                # Of a single file, the very list that was there before: schemas are then seen to be the same at once.
+                infos, begins = (mine, at) if len(headers) == 1 else (infos + mine, begins + at)
+                places += [place] * len(mine)
+            if len(headers) > 1:
+                infos, places, begins = _merged(infos, places, begins)
+            self.tensors: Sequence[TensorInfo] = infos
+            self._places = places
+            self._begins = begins
+            # Where a tensor does not follow the one before in its file: those up to there are read at once.
+            ends = map(add, begins, map(itemgetter(4), infos))
+            joined = map(eq, zip(places, ends), zip(islice(places, 1, None), islice(begins, 1, None)))
+            self._breaks = [i for i, follows in enumerate(joined, 1) if not follows]
         self.layout: Layout | None = Layout(tuple(sorted(weights + side, key=lambda file: file.path)))
 
     @property
@@ -109,17 +105,15 @@ class FileSource:
         """Bytes [start, stop) of `tensors[index]`. Raises BadFile if its file has changed."""
         if not 0 <= start <= stop <= self.tensors[index].nbytes:
             raise IndexError(f"bytes {start} to {stop} of tensor {shown(self.tensors[index].name)}")
-        place, begin = self._places[index]
-        return self._files.read(place, begin + start, begin + stop)
+        begin = self._begins[index]
+        return self._files.read(self._places[index], begin + start, begin + stop)
 
     def read_run(self, first: int, last: int) -> bytes:
         """Bytes of `tensors[first:last]`, one after the other. Raises BadFile if a file has changed."""
         pieces = []
-        while first < last:
-            after = min(bisect_right(self._run, self._run[first]), last)
-            place, begin = self._places[first]
-            end = self._places[after - 1][1] + self.tensors[after - 1].nbytes
-            pieces.append(self._files.read(place, begin, end))
+        for after in [*self._breaks[bisect_right(self._breaks, first) : bisect_left(self._breaks, last)], last]:
+            end = self._begins[after - 1] + self.tensors[after - 1].nbytes
+            pieces.append(self._files.read(self._places[first], self._begins[first], end))
             first = after
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -130,6 +124,17 @@ class FileSource:
     def close(self) -> None:
         """Close the files; idempotent."""
         self._files.close()
+
+
+def _merged(
+    infos: list[TensorInfo], places: list[str], begins: list[int]
+) -> tuple[list[TensorInfo], list[str], list[int]]:
+    """The tensors of several files in order. Raises BadFile if one is in two."""
+    found = sorted(zip(infos, places, begins, strict=True))
+    for (one, first, _), (two, second, _) in pairwise(found):
+        if one.name == two.name and one.component == two.component:
+            raise BadFile(f"tensor {shown(one.name)} is in {first!r} and in {second!r}: keep one, or exclude a file")
+    return [row[0] for row in found], [row[1] for row in found], [row[2] for row in found]
 
 
 def _open_single(files: Files, name: str) -> FileSource:

@@ -9,12 +9,14 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any
 
 from weightvc.errors import BadFile, BadTensor
 from weightvc.objects import dtypes
+from weightvc.objects.tensor import INFO
 from weightvc.sources.base import TensorInfo
 
 MAX_HEADER = 100_000_000
@@ -25,10 +27,12 @@ METADATA = "__metadata__"
 _MAX_DEPTH = 8
 _MAX_COUNT = 2**63 - 1
 _FIRST_READ = 1 << 16
-_NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'[]{}"')
+_NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'[]{}":')
 
 Entry = tuple[str, str, tuple[int, ...], int, int]
 """A tensor of a file: name, dtype, shape, and its bytes [begin, end) from the start of the file."""
+Sorted = tuple[list[TensorInfo], list[int]]
+"""Tensors by name, and where in the file each begins."""
 
 
 _MANY = 1000
@@ -42,6 +46,16 @@ class Header:
     prefix: bytes
     tensors: list[Entry]
     metadata: dict[str, str] | None
+    _sorted: dict[str, Sorted] = field(default_factory=dict, compare=False, repr=False)
+
+    def sorted(self, component: str) -> Sorted:
+        """The tensors by name, as those of a component; made once, since the next commit wants them again."""
+        made = self._sorted.get(component)
+        if made is None:
+            found = sorted(self.tensors)
+            rows = ((component, name, dtype, shape, end - begin) for name, dtype, shape, begin, end in found)
+            made = self._sorted[component] = list(map(INFO, rows)), [row[3] for row in found]
+        return made
 
 
 _known: dict[int, Header] = {}
@@ -117,25 +131,42 @@ def strict_json(raw: bytes, where: str) -> Any:
 
     Raises BadFile.
     """
-    _check_depth(raw, where)
+    structure = _structure(raw)
+    _check_depth(structure.replace(b":", b""), where)
+    # Converting a long number takes quadratic time, where the interpreter's own limit is off.
+    integer = None if 0 < sys.get_int_max_str_digits() <= 5000 else _short_int
+    # Only an escape can bring a lone surrogate in: UTF-8 has none.
+    escaped = b"\\u" in raw
     try:
-        return json.loads(
-            raw.decode(),
-            # Only an escape can bring a lone surrogate in: UTF-8 has none.
-            object_pairs_hook=_unique_valid_keys if b"\\u" in raw else _unique_keys,
-            parse_constant=_no_constant,
-            # Converting a long number takes quadratic time, where the interpreter's own limit is off.
-            parse_int=None if 0 < sys.get_int_max_str_digits() <= 5000 else _short_int,
-        )
+        if not escaped:
+            with suppress(ValueError):
+                value = json.loads(raw.decode(), parse_constant=_no_constant, parse_int=integer)
+                # Every key has a colon. If as many are there as were kept, none stood twice, and no hook has to look.
+                if structure.count(b":") == _keys(value):
+                    return value
+        hook = _unique_valid_keys if escaped else _unique_keys
+        return json.loads(raw.decode(), object_pairs_hook=hook, parse_constant=_no_constant, parse_int=integer)
     except (ValueError, RecursionError) as error:
         raise BadFile(f"{where}: malformed JSON ({error}): write the file again") from None
 
 
-def _check_depth(raw: bytes, where: str) -> None:
-    # What remains when strings and all but brackets are gone shrinks by a level a round.
+def _structure(raw: bytes) -> bytes:
+    """The brackets and colons of JSON that are not inside of strings."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    brackets = b"".join(raw.translate(None, _NOT_STRUCTURE).split(b'"')[::2])
+    # Two quotes side by side change nothing about what is inside of strings, be they of one or of two.
+    return b"".join(raw.translate(None, _NOT_STRUCTURE).replace(b'""', b"").split(b'"')[::2])
+
+
+def _keys(value: Any) -> int:
+    """The keys of an object and of the objects that it maps to; not of those inside of them."""
+    if type(value) is not dict:
+        return 0
+    return len(value) + sum(len(inner) for inner in value.values() if type(inner) is dict)
+
+
+def _check_depth(brackets: bytes, where: str) -> None:
+    # What remains of the brackets shrinks by a level a round.
     for _ in range(_MAX_DEPTH):
         if not brackets:
             return
@@ -178,6 +209,8 @@ def _short_int(text: str) -> int:
 
 def _checked(entries: dict[str, Any], data: int, size: int, where: str) -> list[Entry]:
     """Check every entry and that together they cover [data, size) exactly."""
+    if (quick := _in_columns(entries, data, size)) is not None:
+        return quick
     tensors: list[Entry] = []
     widths = dtypes.BITS
     for name, entry in entries.items():
@@ -214,6 +247,45 @@ def _checked(entries: dict[str, Any], data: int, size: int, where: str) -> list[
             f"{where}: its tensors end at byte {reached}, the file at {size}: cut short, or bytes were added"
         )
     return tensors
+
+
+def _in_columns(entries: dict[str, Any], data: int, size: int) -> list[Entry] | None:
+    """What _checked() gives, if there is no fault and the entries are in the order of their data; else None.
+
+    There may be hundreds of thousands of tensors: types are checked a column at a time, and each shape once.
+    """
+    try:
+        rows = entries.values()
+        shapes, offsets = [row["shape"] for row in rows], [row["data_offsets"] for row in rows]
+        if not {*map(type, shapes), *map(type, offsets)} <= {list} or not {*map(len, offsets)} <= {2}:
+            return None
+        bounds = list(chain.from_iterable(offsets))
+        if not {*map(type, chain.from_iterable(shapes)), *map(type, bounds)} <= {int}:
+            return None
+        kinds = list(zip([row["dtype"] for row in rows], map(tuple, shapes), strict=True))
+        known = {kind: (*kind, _size(*kind)) for kind in set(kinds)}
+    except (KeyError, TypeError, OverflowError):
+        return None
+    forms = [known[kind] for kind in kinds]
+    borders = list(accumulate([form[2] for form in forms], initial=0))
+    if bounds[::2] != borders[:-1] or bounds[1::2] != borders[1:] or data + borders[-1] != size:
+        return None
+    return [
+        (name, dtype, shape, data + begin, data + begin + nbytes)
+        for name, (dtype, shape, nbytes), begin in zip(entries, forms, borders, strict=False)
+    ]
+
+
+def _size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor. Raises KeyError, OverflowError or TypeError for one that _checked() has to look at."""
+    total = dtypes.BITS[dtype]
+    for extent in shape:
+        total *= extent
+        if not 0 <= total <= _MAX_COUNT:
+            raise OverflowError
+    if total % 8:
+        raise TypeError
+    return total // 8
 
 
 def _bad_entry(name: str, entry: Any, where: str) -> BadFile | BadTensor:
