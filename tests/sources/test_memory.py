@@ -277,6 +277,45 @@ def test_a_tensor_of_2_33_elements():
         assert bytes(source.read(index, 2**31 - 1, 2**31 + 2)) == b"\0\1\0"
 
 
+def assorted():
+    """Tensors of all sorts, most of them as plain as most are."""
+    numbers = torch.arange(12, dtype=torch.float32)
+    w = numbers.to(torch.bfloat16)
+    nan = torch.tensor([0x7F81, -1], dtype=torch.int16).view(torch.bfloat16)
+    return [
+        *(w, w, nan, numbers.reshape(3, 4), torch.nn.Parameter(numbers), torch.tensor(7), torch.tensor([True])),
+        *(numbers.reshape(3, 4).t(), numbers[::2], torch.ones(1).expand(5), torch.zeros(0, 3)),
+        *(
+            torch.view_as_complex(numbers.reshape(6, 2)).conj(),
+            torch.view_as_complex(numbers.reshape(6, 2)).conj().imag,
+        ),
+        *(torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), torch.zeros(3).view(torch.int32)),
+        *(np.arange(6, dtype="<f2").reshape(2, 3), np.array(3, "u1"), np.zeros((0, 2)), np.arange(4, dtype=">i4")),
+        *(np.arange(6, dtype="<f2").reshape(2, 3).T, np.arange(3).astype(ml_dtypes.bfloat16), np.arange(9)[::3]),
+    ]
+
+
+@given(st.lists(st.sampled_from(range(len(assorted()))), max_size=12), st.integers(0, 12), st.integers(0, 12))
+def test_runs_of_tensors_of_any_sort(chosen, one, two):
+    values = assorted()
+    source = open_tensors({f"{i:02}": values[k] for i, k in enumerate(chosen)})
+    first, last = sorted((min(one, len(chosen)), min(two, len(chosen))))
+    alone = [open_tensors({"w": values[k]}) for k in chosen]
+    assert [info[2:] for info in source.tensors] == [other.tensors[0][2:] for other in alone]
+    wanted = b"".join([bytes(other.read(0, 0, other.tensors[0].nbytes)) for other in alone[first:last]])
+    assert bytes(source.read_run(first, last)) == wanted
+
+
+def test_a_tensor_that_was_let_go_of_is_not_read_past_its_end():
+    values = {str(i): torch.ones(1 << 20) for i in range(2)}
+    source = open_tensors(values)
+    values["1"].data = torch.ones(1)
+    assert len(source.read_run(0, 2)) == 4 + (4 << 20)
+    values["0"].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError):
+        source.read_run(0, 2)
+
+
 def test_threads_read_laid_out_tensors():
     tensors = {str(i): torch.arange(1000, dtype=torch.int32).add(i).reshape(10, 100).t() for i in range(4)}
     source = open_tensors(tensors)

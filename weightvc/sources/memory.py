@@ -7,12 +7,15 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import string_at
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from weightvc.errors import BadFile, BadName, BadTensor, Refused
 from weightvc.objects import dtypes
+from weightvc.objects.tensor import INFO
 from weightvc.sources.base import Layout, TensorInfo
-from weightvc.sources.header import METADATA, shown
+from weightvc.sources.header import METADATA, collector_paused, shown
 from weightvc.sources.paths import check_files, weights_of
 
 if TYPE_CHECKING:
@@ -43,12 +46,19 @@ TORCH_DTYPES = {
 }
 """Format names by torch's. A float4_e2m1fn_x2 element is two of F4: the last extent doubles."""
 
+_TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # The packed type has no counterpart: ml_dtypes keeps one float4 a byte, safetensors two.
 NUMPY_DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if dtype != "F4"}
 """Format names by numpy's and ml_dtypes'."""
 
 _KEPT = 2
 _KEPT_BYTES = 256 << 20
+
+_ASIDE, _TENSOR, _ARRAY = 0, 1, 2
+"""Where a tensor's bytes are: to be asked for one by one, or as they are kept in a torch tensor or numpy array."""
+_Kind = tuple[int, str, tuple[int, ...], int]
+"""Where its bytes are, dtype, shape and canonical bytes."""
+_PASSED: _Kind = (_ASIDE, "", (), 0)
 
 
 def open_tensors(tensors: Mapping[str, Any], where: str = "the mapping") -> "MemorySource":
@@ -60,24 +70,47 @@ def open_tensors(tensors: Mapping[str, Any], where: str = "the mapping") -> "Mem
     """
     nested = bool(tensors) and all(isinstance(value, Mapping) for value in tensors.values())
     components: Mapping[str, Mapping[str, Any]] = tensors if nested else {"": tensors}
-    found: list[tuple[TensorInfo, Any]] = []
+    infos: list[TensorInfo] = []
+    held: list[Any] = []
+    lying = bytearray()
     faults: list[str] = []
     _check_components(components, where)
-    for component, values in components.items():
-        if nested and not values:
-            faults.append(f"component {component!r} has no tensors")
-        for name, value in values.items():
-            fault = _name_fault(name) or tensor_fault(value)
-            if fault:
-                prefix = f"component {component!r}, " if component else ""
-                faults.append(f"{prefix}{shown(name) if type(name) is str else repr(name)}: {fault}")
-            else:
-                found.append((_info(component, name, value), value))
+    kinds = _Kinds()
+    with collector_paused():
+        for component, values in sorted(components.items()):
+            if nested and not values:
+                faults.append(f"component {component!r} has no tensors")
+            names: list[Any] = list(values)
+            strings = {*map(type, names)} <= {str}
+            if strings:
+                names.sort()
+            chosen = [values[name] for name in names]
+            found = kinds.of(chosen)
+            plain = strings and METADATA not in values and all(map(str.isascii, names)) and _PASSED not in found
+            if not plain:
+                # Another look at each, and a fault for what cannot be kept.
+                kept = []
+                for i, (name, value) in enumerate(zip(names, chosen, strict=True)):
+                    fault = _name_fault(name) or tensor_fault(value)
+                    if fault:
+                        prefix = f"component {component!r}, " if component else ""
+                        faults.append(f"{prefix}{shown(name) if type(name) is str else repr(name)}: {fault}")
+                        continue
+                    kept.append(i)
+                    if found[i] is _PASSED:
+                        found[i] = (_ASIDE, *_kind(value))
+                names, found = [names[i] for i in kept], [found[i] for i in kept]
+                chosen = [chosen[i] for i in kept]
+            infos += [
+                INFO((component, name, dtype, shape, nbytes))
+                for name, (_, dtype, shape, nbytes) in zip(names, found, strict=True)
+            ]
+            held += chosen
+            lying += bytes(map(itemgetter(0), found))
     if faults:
         more = f"; and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise BadTensor(f"{where} has what cannot be kept: {'; '.join(faults[:10])}{more}")
-    found.sort(key=lambda item: (item[0].component, item[0].name))
-    return MemorySource([info for info, _ in found], [value for _, value in found])
+    return MemorySource(infos, held, bytes(lying))
 
 
 def _check_components(components: Mapping[str, Any], where: str) -> None:
@@ -94,11 +127,12 @@ def _check_components(components: Mapping[str, Any], where: str) -> None:
 class MemorySource:
     """Tensors in memory. Made by open_tensors()."""
 
-    def __init__(self, tensors: list[TensorInfo], values: list[Any]) -> None:
-        """`values[i]` is the tensor that `tensors[i]` describes."""
+    def __init__(self, tensors: list[TensorInfo], values: list[Any], lying: bytes) -> None:
+        """`values[i]` is the tensor that `tensors[i]` describes; `lying[i]` tells where its bytes are."""
         self.tensors: Sequence[TensorInfo] = tensors
         self.layout: Layout | None = None
         self._values = values
+        self._lying = lying
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -119,6 +153,28 @@ class MemorySource:
             return _numpy_bytes(value)[start:stop]
         return self._materialised(index, value)[start:stop]
 
+    def read_run(self, first: int, last: int) -> memoryview | bytes:
+        """Bytes of `tensors[first:last]`, one after the other: a view if it is one tensor."""
+        if last - first == 1:
+            return self.read(first, 0, self.tensors[first].nbytes)
+        if {*self._lying[first:last]} == {_ARRAY}:
+            return b"".join(self._values[first:last])
+        pieces = []
+        for index in range(first, last):
+            nbytes, value = self.tensors[index].nbytes, self._values[index]
+            # Without a view of each, which takes longer than to copy what is small. Asked again, since nothing else
+            # would keep us inside of memory that was let go of meanwhile.
+            if (
+                self._lying[index] == _TENSOR
+                and value.nbytes == nbytes
+                and value.is_contiguous()
+                and (address := value.data_ptr())
+            ):
+                pieces.append(string_at(address, nbytes))
+            else:
+                pieces.append(bytes(self.read(index, 0, nbytes)))
+        return b"".join(pieces)
+
     def check(self) -> None:
         """Nothing to check: the caller keeps the tensors as they are."""
 
@@ -137,6 +193,61 @@ class MemorySource:
                 while len(self._kept) > _KEPT and sum(map(len, self._kept.values())) > _KEPT_BYTES:
                     self._kept.popitem(last=False)
             return view
+
+
+class _Kinds:
+    """Where tensors lie, and their dtype, shape and bytes. There may be hundreds of thousands: of those that are as
+    plain as most are, each distinct kind is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, Any], _Kind] = {}
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        self._tensors: tuple[Any, ...] = ()
+        self._arrays: tuple[Any, ...] = ()
+        # Half loaded in another thread, they may lack these yet.
+        if torch is not None and hasattr(torch, "nn") and hasattr(torch.nn, "Parameter"):
+            self._tensors = (torch.Tensor, torch.nn.Parameter)
+            self._strided = torch.strided
+        if numpy is not None and hasattr(numpy, "memmap"):
+            self._arrays = (numpy.ndarray, numpy.memmap)
+
+    def of(self, values: Sequence[Any]) -> list["_Kind"]:
+        """The kind of each that lies in main memory just as it is kept; else _PASSED: such a value needs another look
+        before it is refused, or laid out anew."""
+        out, known = [], self._known
+        for value in values:
+            kind = type(value)
+            if kind in self._tensors:
+                # Without an address is a ZeroTensor, or an empty one.
+                plain = (
+                    value.is_cpu
+                    and value.layout is self._strided
+                    and not value.is_nested
+                    and value.is_contiguous()
+                    and not value.is_neg()
+                    and value.data_ptr()
+                )
+            else:
+                plain = kind in self._arrays and value.flags.c_contiguous
+            if plain:
+                key = value.dtype, value.shape
+                if key not in known:
+                    known[key] = _plain(value)
+                out.append(known[key])
+            else:
+                out.append(_PASSED)
+        return out
+
+
+def _plain(value: Any) -> "_Kind":
+    """A tensor's kind, if all that are contiguous and of its dtype and shape lie as they are kept; or _PASSED."""
+    if tensor_fault(value):
+        return _PASSED
+    dtype, shape, nbytes = _kind(value)
+    if _is_torch(value):
+        # Complex ones may be conjugated; packed ones have a shape of their own.
+        return _PASSED if dtype in ("C64", "F4") else (_TENSOR, dtype, shape, nbytes)
+    return (_ARRAY, dtype, shape, nbytes) if value.dtype.newbyteorder("<") == value.dtype else _PASSED
 
 
 def _is_torch(value: Any) -> bool:
@@ -211,7 +322,7 @@ def _type_name(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _info(component: str, name: str, value: Any) -> TensorInfo:
+def _kind(value: Any) -> tuple[str, tuple[int, ...], int]:
     shape = tuple(int(extent) for extent in value.shape)
     if _is_torch(value):
         dtype = TORCH_DTYPES[str(value.dtype).removeprefix("torch.")]
@@ -219,7 +330,7 @@ def _info(component: str, name: str, value: Any) -> TensorInfo:
             shape = (*shape[:-1], shape[-1] * 2)
     else:
         dtype = NUMPY_DTYPES[value.dtype.name]
-    return TensorInfo(component, name, dtype, shape, dtypes.nbytes(dtype, shape))
+    return dtype, shape, dtypes.nbytes(dtype, shape)
 
 
 def _torch_bytes(tensor: Any) -> Any:
@@ -265,7 +376,7 @@ def to_torch(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -
     """
     import torch
 
-    name = next((name for name, known in TORCH_DTYPES.items() if known == dtype), None)
+    name = _TORCH_NAMES.get(dtype)
     kind = getattr(torch, name, None) if name else None
     if kind is None or (dtype == "F4" and (not shape or shape[-1] % 2)):
         dtypes.bits(dtype)

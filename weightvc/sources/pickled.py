@@ -50,7 +50,7 @@ class PickledSource(MemorySource):
         self._files.keep([""])
         self._copied = path != where
         source = open_tensors(_flat(_load(path, where), where), where)
-        super().__init__(list(source.tensors), source._values)
+        super().__init__(list(source.tensors), source._values, source._lying)
         self.layout: Layout | None = None
 
     def check(self) -> None:
