@@ -12,6 +12,7 @@ from typing import Any, Literal
 from weightvc.errors import NotFound, Refused, TensorNotFound
 from weightvc.objects import frame, layout
 from weightvc.objects.catalogue import Entry
+from weightvc.objects.manifest import blocks
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Version
@@ -22,7 +23,7 @@ from weightvc.protocol.checkout import Marker, read_marker, some
 from weightvc.protocol.files import File
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
-from weightvc.protocol.state import Lying, State
+from weightvc.protocol.state import Lying, State, read_chunks
 from weightvc.protocol.stored import VersionSource
 from weightvc.sources.base import Source
 from weightvc.sources.paths import MARKER
@@ -317,6 +318,9 @@ def _entry(refs: Refs, marker: Marker | None, target: Path, ref: str | Version |
 
 def _compare_tensors(tree: Tree, source: Source, result: Verification, progress: Progress | None) -> None:
     schema = tree.schema
+    if list(source.tensors) == schema.tensors:
+        _compare_blocks(tree, source, result, progress)
+        return
     index = {(t.component, t.name): i for i, t in enumerate(source.tensors)}
 
     def differs(i: int) -> bool:
@@ -339,6 +343,28 @@ def _compare_tensors(tree: Tree, source: Source, result: Verification, progress:
     for tensor in source.tensors:
         if (tensor.component, tensor.name) not in schema.index:
             result.tensors.append(_called(tensor.component, tensor.name))
+
+
+def _compare_blocks(tree: Tree, source: Source, result: Verification, progress: Progress | None) -> None:
+    """The same of a source with the very tensors of a tree, a block at a time."""
+    schema = tree.schema
+
+    def differing(block: tuple[int, int]) -> tuple[int, set[int]]:
+        low, high = block
+        data = read_chunks(source, schema, low, high)
+        found, known = frame.digests(data, schema.cuts(low, high)), tree.digests[32 * low : 32 * high]
+        if found == known:
+            return high, set()
+        wrong = (i for i in range(low, high) if not found.startswith(tree.chunk(i), 32 * (i - low)))
+        return high, {schema.tensor_of(i) for i in wrong}
+
+    wrong: set[int] = set()
+    with ThreadPoolExecutor(parallel.workers(), "weightvc-verify") as pool:
+        for high, some_wrong in parallel.ordered(pool, differing, blocks(schema, None), 2 * parallel.workers() + 2):
+            wrong |= some_wrong
+            if progress is not None:
+                progress(schema.position(high), schema.nbytes)
+    result.tensors += [_called(*schema.tensors[i][:2]) for i in sorted(wrong)]
 
 
 def _called(component: str, name: str) -> str:

@@ -1,5 +1,6 @@
 """The command `weightvc`: the group of commands, and what becomes of errors, warnings and signals."""
 
+import gc
 import os
 import sys
 import warnings
@@ -86,6 +87,8 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit: 0, or the code of the kind of error."""
+    # A command is done in a moment: to look for cycles among the objects of 150,000 tensors takes a sixth of it.
+    gc.set_threshold(1_000_000)
     settings = Settings()
     warnings.showwarning = _warn(settings)
     try:
