@@ -1,79 +1,151 @@
 """What many small tensors cost against one tensor of the same size: commits, metadata, and reading it back.
 
-    python benchmarks/many_tensors.py [--tensors 150000]
+    python benchmarks/many_tensors.py [--tensors 150000] [--bytes 128 1024] [--rounds 3] [--ways file torch]
 
-Prints one line a shape: seconds of a first commit, of a following one in which 1 % of the elements changed, and of
-reading the result with a cold and a warm cache; bytes of metadata a tensor beside the payload.
+For each size of a tensor (4096 bytes make 600 MB) and each way to commit, prints the median seconds of a first commit
+and of the next, in which 1 % of the elements changed, of one tensor and of many, and their ratio. The ways:
+`command`, a process of its own for each commit of a file; in this process, with everything imported and compiled, a
+`file`, a dict of `torch` tensors (bf16), a dict of `numpy` arrays (f16); `read` is a checkout, a verify and a load of
+what was committed. One and many take turns, so that both see the same machine.
 """
 
 import argparse
+import os
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import weightvc
 from weightvc.sources.base import TensorInfo
+from weightvc.sources.header import build_header
+
+WAYS = ("command", "file", "torch", "numpy", "read")
 
 
-class Model:
-    """bf16 weights, cut into `count` equal tensors."""
-
-    def __init__(self, values: np.ndarray, count: int) -> None:
-        each = values.size // count
-        self._nbytes = 2 * each
-        self.tensors = [
-            TensorInfo("", f"model.layers.{i // 1536:03}.mlp.experts.{i % 1536:04}.weight", "BF16", (each,), 2 * each)
-            for i in range(count)
-        ]
-        self.layout = None
-        self._data = memoryview(values[: each * count].view("u1"))
-
-    def read(self, index: int, start: int, stop: int) -> memoryview:
-        return self._data[self._nbytes * index + start : self._nbytes * index + stop]
-
-    def check(self) -> None: ...
-    def close(self) -> None: ...
+def names(count: int) -> list[str]:
+    """Those of a mixture-of-experts model."""
+    return [f"model.layers.{i // 1536:03}.mlp.experts.{i % 1536:04}.weight" for i in range(count)]
 
 
-def measure(count: int, values: np.ndarray, changed: np.ndarray, folder: Path) -> None:
-    repository = weightvc.init(folder / "repository", cache=folder / "cache")
-    seconds, metadata = [], []
-    for state in (values, changed):
-        source = Model(state, count)
-        before = repository.stats.bytes_written
-        start = time.perf_counter()
-        repository.commit(source)
-        seconds.append(time.perf_counter() - start)
-        place = repository.entry().place
-        assert place is not None
-        metadata.append((repository.stats.bytes_written - before - sum(e.nbytes for e in place.edges)) / count)
-    for cache in (None, folder / "cache"):
-        start = time.perf_counter()
-        weightvc.open(folder / "repository", cache=cache).load(framework="numpy")
-        seconds.append(time.perf_counter() - start)
-    print(
-        f"{count:7,} tensors: first {seconds[0]:.2f} s, next {seconds[1]:.2f} s, load {seconds[2]:.2f} s, "
-        f"with the cache {seconds[3]:.2f} s; {metadata[0]:.1f} and {metadata[1]:.1f} bytes of metadata a tensor"
+def states(total: int) -> tuple[np.ndarray, np.ndarray]:
+    """bf16 values, `total` bytes of them, before and after a step."""
+    rng = np.random.default_rng(0)
+    old = (rng.standard_normal(total // 2, "f4").view("<u4") >> 16).astype("<u2")
+    new = old.copy()
+    new[rng.random(total // 2, "f4") < 0.01] ^= 1
+    return old, new
+
+
+def write(path: Path, values: np.ndarray, count: int) -> Path:
+    """A safetensors file of `count` equal tensors."""
+    each = values.size // count
+    with path.open("wb") as file:
+        file.write(build_header([TensorInfo("", name, "BF16", (each,), 2 * each) for name in names(count)]))
+        file.write(values)
+    return path
+
+
+def dict_of(kind: str, values: np.ndarray, count: int) -> dict[str, Any]:
+    """A dict of `count` equal tensors, each with memory of its own."""
+    rows = values.reshape(count, -1)
+    if kind == "numpy":
+        return {name: row.view("<f2").copy() for name, row in zip(names(count), rows, strict=True)}
+    import torch
+
+    return {
+        name: torch.from_numpy(row.view("<i2").copy()).view(torch.bfloat16)
+        for name, row in zip(names(count), rows, strict=True)
+    }
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def command(folder: Path, *arguments: object) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "weightvc_cli", "-r", str(folder / "repository"), *map(str, arguments)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "WEIGHTVC_CACHE": str(folder / "cache")},
     )
+
+
+def measure(way: str, sources: list[Any], folder: Path) -> list[float]:
+    """Seconds of what a way does, in turn."""
+    repository = weightvc.init(folder / "repository", cache=folder / "cache")
+    if way == "command":
+        return [timed(lambda path=path: command(folder, "commit", path)) for path in sources]
+    seconds = [timed(lambda source=source: repository.commit(source, message="m")) for source in sources]
+    if way != "read":
+        return seconds
+    other = weightvc.open(folder / "repository", cache=None)
+    return [
+        timed(lambda: other.checkout("main", folder / "out")),
+        timed(lambda: other.verify(folder / "out")),
+        timed(lambda: weightvc.open(folder / "repository", cache=None).load(framework="torch")),
+    ]
+
+
+def metadata(path: Path, second: Path, count: int, folder: Path) -> None:
+    """Print the bytes a tensor that a commit writes beside the payload."""
+    repository = weightvc.init(folder / "repository", cache=None)
+    said = []
+    for one in (path, second):
+        place = repository.entry(repository.commit(one)).place
+        assert place is not None
+        said.append((place.nbytes - sum(edge.nbytes for edge in place.edges)) / count)
+    print(f"metadata of a file's commits: {said[0]:.1f} and {said[1]:.1f} bytes a tensor")
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=150_000)
-    parser.add_argument("--elements", type=int, default=512, help="elements of one tensor")
+    parser.add_argument("--bytes", type=int, nargs="+", default=[128, 1024], help="bytes of one tensor")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     arguments = parser.parse_args()
-    rng = np.random.default_rng(0)
-    total = arguments.tensors * arguments.elements
-    values = (rng.standard_normal(total, "f4").view("<u4") >> 16).astype("<u2")
-    changed = values.copy()
-    changed[rng.random(total, "f4") < 0.01] ^= 1
-    print(f"{2 * total / 1e6:.0f} MB of bf16, 1 % changed")
-    for count in (1, arguments.tensors):
+    with tempfile.TemporaryDirectory() as folder:
+        # What a process does once is not what is asked: compiled code is loaded, or made, here.
+        warm = weightvc.init(Path(folder) / "warm", cache=None)
+        for made in (lambda values: {"a": values.view("<f2")}, lambda values: dict_of("torch", values, 4096)):
+            for values in states(4 << 20):
+                warm.commit(made(values))
+    for nbytes in arguments.bytes:
+        count = arguments.tensors
+        total = nbytes * count
+        print(f"{count:,} tensors of {nbytes} bytes, {total / 1e6:.0f} MB; 1 % of the elements changed")
         with tempfile.TemporaryDirectory() as folder:
-            measure(count, values, changed, Path(folder))
+            made = states(total)
+            paths = {
+                n: [write(Path(folder) / f"{n}-{i}.safetensors", values, n) for i, values in enumerate(made)]
+                for n in (1, count)
+            }
+            with tempfile.TemporaryDirectory() as inner:
+                metadata(*paths[count], count, Path(inner))
+            for way in arguments.ways:
+                sources: dict[int, list[Any]] = dict(paths)
+                if way in ("torch", "numpy"):
+                    sources = {n: [dict_of(way, values, n) for values in made] for n in (1, count)}
+                seconds: dict[int, list[list[float]]] = {1: [], count: []}
+                for _ in range(arguments.rounds):
+                    for n in (1, count):
+                        with tempfile.TemporaryDirectory() as inner:
+                            seconds[n].append(measure(way, sources[n], Path(inner)))
+                labels = ("checkout", "verify", "load") if way == "read" else ("first", "next")
+                for i, label in enumerate(labels):
+                    one, many = (statistics.median(row[i] for row in seconds[n]) for n in (1, count))
+                    print(f"  {way:8} {label:9} one {one:7.3f} s   many {many:7.3f} s   ratio {many / one:6.1f}")
 
 
 if __name__ == "__main__":
