@@ -1,7 +1,7 @@
 """The catalogue: every operation on the repository, oldest first, and so every version's record and place.
 
 Its newest entries are the root's tail; older ones lie in segments. An entry is one operation. A commit's has the
-version's record, its manifest, and the edges by which it can be reached; the others move a branch or a tag.
+version's record, its manifests, and the edges by which it can be reached; the others move a branch or a tag.
 The reflog of a branch is the catalogue read backwards.
 """
 
@@ -21,15 +21,30 @@ TAIL: Final = 64
 COMMIT: Final = "commit"
 _OWN: Final = {
     True: frozenset(
-        ["op", "seq", "name", "old", "record", "manifest", "schema", "layout", "files", "packs", "edges", "bytes"]
+        [
+            *("op", "seq", "name", "old", "record", "manifest", "schema", "layout", "files", "packs", "edges"),
+            *("bytes", "ways"),
+        ]
     ),
     False: frozenset(["op", "seq", "name", "old", "new", "time", "author", "message"]),
 }
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """One manifest of a version, and the edges that it has: a base, a patch, or both."""
+
+    manifest: str
+    packs: int
+    """Packs of the manifest's transaction that it needs."""
+    edges: tuple[Edge, ...]
+    nbytes: int
+    """Bytes stored for it, all objects together."""
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where a version lies: all keys that keep it alive (with the `packs` packs of its manifest's transaction)."""
+    """Where a version lies: all keys that keep it alive (with the packs of its manifests' transactions)."""
 
     manifest: str
     schema: str
@@ -39,6 +54,13 @@ class Place:
     edges: tuple[Edge, ...]
     nbytes: int
     """Bytes that the commit stored, all objects together."""
+    ways: tuple[Way, ...] = ()
+    """Further manifests of the same version, from other sources: with the same schema, layout and files."""
+
+    @property
+    def all_ways(self) -> tuple[Way, ...]:
+        """The manifest of the commit, then the further ones."""
+        return Way(self.manifest, self.packs, self.edges, self.nbytes), *self.ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +98,18 @@ def to_json(entry: Entry) -> dict[str, Any]:
         fields["layout"] = place.layout
         fields["files"] = list(place.files)
         fields["packs"] = place.packs
-        fields["edges"] = [[edge.source, edge.nbytes, edge.changed] for edge in place.edges]
+        fields["edges"] = _edges_to_json(place.edges)
         fields["bytes"] = place.nbytes
+        if place.ways:
+            fields["ways"] = [
+                {
+                    "manifest": way.manifest,
+                    "packs": way.packs,
+                    "edges": _edges_to_json(way.edges),
+                    "bytes": way.nbytes,
+                }
+                for way in place.ways
+            ]
     else:
         fields |= {"new": entry.new, "time": entry.time, "author": entry.author, "message": entry.message}
     return fields
@@ -108,8 +140,9 @@ def from_json(fields: Any, what: str) -> Entry:
             layout=None if fields["layout"] is None else key.checked(fields["layout"], "layout"),
             files=tuple([key.checked(one, "file") for one in expect.array(fields["files"], "files")]),
             packs=expect.integer(fields["packs"], "packs"),
-            edges=tuple([_edge(*one) for one in expect.array(fields["edges"], "edges")]),
+            edges=_edges(fields["edges"]),
             nbytes=expect.integer(fields["bytes"], "bytes"),
+            ways=tuple([_way(one) for one in expect.array(fields.get("ways", []), "ways")]),
         )
         return Entry(
             COMMIT,
@@ -128,6 +161,24 @@ def from_json(fields: Any, what: str) -> Entry:
         raise
     except (Corrupt, *expect.MALFORMED) as error:
         raise Corrupt(f"{what} is corrupt: an entry of the catalogue: {error!r:.300}") from None
+
+
+def _edges_to_json(edges: tuple[Edge, ...]) -> list[list[Any]]:
+    return [[edge.source, edge.nbytes, edge.changed] for edge in edges]
+
+
+def _way(value: object) -> Way:
+    fields = expect.mapping(value, "a way")
+    return Way(
+        key.checked(fields["manifest"], "manifest"),
+        expect.integer(fields["packs"], "packs"),
+        _edges(fields["edges"]),
+        expect.integer(fields["bytes"], "bytes"),
+    )
+
+
+def _edges(value: object) -> tuple[Edge, ...]:
+    return tuple([_edge(*one) for one in expect.array(value, "edges")])
 
 
 def _edge(source: object, nbytes: object, changed: object) -> Edge:

@@ -47,8 +47,8 @@ class Root:
         Raises Refused if the newest entry of a changed tail has a message or author that the root has no room for.
         """
         tail = changes.get("tail", ())
-        # Only what is new: an entry that stands there must never be in the way of the next.
-        if tail and tail[-1] not in self.tail:
+        # Only what is new: an entry that stands there, or is rewritten, must never be in the way of the next.
+        if tail and tail[-1] not in self.tail and tail[-1].sequence > self.sequence:
             version.check_words(tail[-1].message, tail[-1].author)
         ring = (*self.ring, secrets.token_hex(16))[-RING:]
         return replace(self, sequence=self.sequence + 1, ring=ring, **changes)
