@@ -19,15 +19,19 @@ TAIL: Final = 64
 """Entries that the root holds before they spill into a segment."""
 
 COMMIT: Final = "commit"
+EXPIRED: Final = "expired"
+"""What the entry of a commit becomes once retention has let its version go: the record stays, no key does."""
+_MOVE: Final = ["op", "seq", "name", "old", "new", "time", "author", "message"]
 _OWN: Final = {
-    True: frozenset(
+    COMMIT: frozenset(
         [
             *("op", "seq", "name", "old", "record", "manifest", "schema", "layout", "files", "packs", "edges"),
-            *("bytes", "ways"),
+            *("bytes", "ways", "expired", "released"),
         ]
     ),
-    False: frozenset(["op", "seq", "name", "old", "new", "time", "author", "message"]),
+    EXPIRED: frozenset([*_MOVE, "record", "expired", "released"]),
 }
+_OWN_MOVE: Final = frozenset(_MOVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,12 @@ class Entry:
     message: str = ""
     version: Version | None = None
     place: Place | None = None
+    """None for a version that has expired, and is not to be had any more."""
+    expired: int | None = None
+    """Sequence number of the root in which retention let the version go. With a place, it is a stepping stone that
+    versions which are kept are still reached by."""
+    released: tuple[str, ...] = ()
+    """Transactions whose manifests and packs this entry named before, and let go of."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of later writers, kept as they are."""
 
@@ -90,6 +100,10 @@ def to_json(entry: Entry) -> dict[str, Any]:
         "name": entry.name,
         "old": entry.old,
     }
+    if entry.expired is not None:
+        fields["expired"] = entry.expired
+    if entry.released:
+        fields["released"] = list(entry.released)
     if entry.version is not None and entry.place is not None:
         place = entry.place
         fields["record"] = entry.version.record
@@ -112,18 +126,46 @@ def to_json(entry: Entry) -> dict[str, Any]:
             ]
     else:
         fields |= {"new": entry.new, "time": entry.time, "author": entry.author, "message": entry.message}
+        if entry.version is not None:
+            fields["record"] = entry.version.record
     return fields
 
 
 def from_json(fields: Any, what: str) -> Entry:
     """Read an entry. Raises Corrupt naming `what`."""
     try:
-        commit = fields["op"] == COMMIT
-        extra = {name: value for name, value in fields.items() if name not in _OWN[commit]}
+        op = expect.text(fields["op"], "op")
+        own = _OWN.get(op, _OWN_MOVE)
+        extra = {name: value for name, value in fields.items() if name not in own}
         sequence, name = expect.integer(fields["seq"], "seq"), expect.maybe_text(fields["name"], "name")
-        if not commit:
+        expired: int | None = None
+        released: tuple[str, ...] = ()
+        if op in _OWN:
+            if fields.get("expired") is not None:
+                expired = expect.integer(fields["expired"], "expired")
+            released = tuple(
+                [expect.random(one, "released") for one in expect.array(fields.get("released", []), "r")]
+            )
+        if op == EXPIRED:
+            gone = version.read(fields["record"])
             return Entry(
-                expect.text(fields["op"], "op"),
+                op,
+                sequence,
+                gone.time,
+                gone.author,
+                name,
+                expect.maybe_digest(fields["old"], "old"),
+                gone.id,
+                gone.message,
+                gone,
+                None,
+                expired,
+                released,
+                extra,
+            )
+        if op != COMMIT:
+            return Entry(
+                op,
                 sequence,
                 expect.integer(fields["time"], "time", 0, expect.TIME),
                 expect.text(fields["author"], "author"),
@@ -155,6 +197,8 @@ def from_json(fields: Any, what: str) -> Entry:
             made.message,
             made,
             place,
+            expired,
+            released,
             extra,
         )
     except Unsupported:

@@ -35,6 +35,10 @@ class Root:
     probe: Mapping[str, Any]
     extra: Mapping[str, Any]
     """Fields of later writers, kept as they are."""
+    collector: str | None = None
+    """Key of the collector's page, if there is one."""
+    retention: Mapping[str, Any] | None = None
+    """The policy that `expire` goes by, if one is kept."""
 
     @property
     def write(self) -> str:
@@ -74,10 +78,13 @@ def first(default: str, now: int, probe: Mapping[str, Any]) -> Root:
 
 def encode(root: Root) -> bytes:
     """The root as a stored object. Raises Refused if it is larger than readers accept."""
+    # Fields that came later stand there only if they say something.
+    later = {"collector": root.collector, "retention": root.retention}
     return frame.encode(
         frame.ROOT,
         {
             **root.extra,
+            **{name: value for name, value in later.items() if value is not None},
             "branches": dict(root.branches),
             "created": root.created,
             "default": root.default,
@@ -97,11 +104,13 @@ def encode(root: Root) -> bytes:
 _OWN: Final = frozenset(
     [
         "branches",
+        "collector",
         "created",
         "default",
         "horizon",
         "probe",
         "repository",
+        "retention",
         "ring",
         "segments",
         "sequence",
@@ -139,6 +148,8 @@ def decode(data: frame.Buffer, what: str) -> Root:
             horizon=expect.integer(head["horizon"], "horizon"),
             probe=expect.mapping(head["probe"], "probe"),
             extra={name: value for name, value in head.items() if name not in _OWN},
+            collector=None if head.get("collector") is None else key.checked(head["collector"], "page"),
+            retention=None if head.get("retention") is None else expect.mapping(head["retention"], "retention"),
         )
     except Unsupported:
         raise

@@ -1,0 +1,94 @@
+"""Liveness: which objects a root keeps alive. The collector deletes no such object, and fsck expects every one.
+
+Nothing is reasoned about here: an object lives if it is named, by the root, by an entry of its catalogue, or by a
+field of either that a later writer added and that we do not know. Packs are named by the manifest's transaction:
+they go up under it, and the catalogue only counts them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weightvc.errors import Corrupt
+from weightvc.objects import key
+from weightvc.objects.catalogue import Entry
+from weightvc.objects.root import Root
+from weightvc.protocol.refs import tag_page
+from weightvc.protocol.shelf import Shelf
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What is alive: keys by name, and packs by the transaction that they were written in."""
+
+    names: frozenset[str]
+    packed: frozenset[str]
+    """Transactions of manifests."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the object under a key is alive. Raises Corrupt for what is no key."""
+        if name in self.names:
+            return True
+        parsed = key.parse(name)
+        return parsed.kind == "pack" and parsed.transaction in self.packed
+
+    def __or__(self, other: "Live") -> "Live":
+        """What either of two keeps alive."""
+        return Live(self.names | other.names, self.packed | other.packed)
+
+
+def of_root(shelf: Shelf, root: Root) -> Live:
+    """Everything that a root keeps alive: itself, its pages and segments, and what their entries name.
+
+    Raises Corrupt, NotFound or StoreError if a page or a segment cannot be read: then nothing is known to be dead.
+    """
+    tag_page(shelf, root)
+    names = {key.ROOT, *_directly(root)}
+    packed: set[str] = set()
+    for part in (*(shelf.segment(ref) for ref in root.segments), root.tail):
+        for entry in part:
+            for name in named(entry):
+                names.add(name)
+                if name.startswith("manifest/"):
+                    packed.add(name.split("-")[1])
+    return Live(frozenset(names), frozenset(packed))
+
+
+def of_copy(root: Root) -> Live:
+    """What a copy of a root needs to be of use: the segments and the page of tags that it names."""
+    return Live(frozenset(_directly(root)), frozenset())
+
+
+def _directly(root: Root) -> Iterator[str]:
+    yield from (ref.key for ref in root.segments)
+    yield from (name for name in (root.tags, root.collector) if name is not None)
+    yield from _keys(root.extra)
+
+
+def named(entry: Entry) -> Iterator[str]:
+    """The keys that an entry names."""
+    if (place := entry.place) is not None:
+        yield place.schema
+        yield from (way.manifest for way in place.all_ways)
+        if place.layout is not None:
+            yield place.layout
+        yield from place.files
+    if entry.extra:
+        yield from _keys(entry.extra)
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Whatever looks like a key in fields that we do not know: a later writer may mean it."""
+    if isinstance(value, str):
+        try:
+            key.parse(value)
+        except Corrupt:
+            return
+        yield value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _keys(name)
+            yield from _keys(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _keys(one)
