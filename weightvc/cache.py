@@ -80,6 +80,13 @@ class Cache:
         """Whether a tree's stream is here (right or wrong: that is seen when it is read)."""
         return self._tree(digest).exists()
 
+    def trees(self) -> frozenset[str]:
+        """The digests of all trees whose streams are here."""
+        try:
+            return frozenset(name for name in os.listdir(self.directory / "trees") if not name.startswith("."))
+        except OSError:
+            return frozenset()
+
     def open_tree(self, digest: str, schema: Schema) -> "Flat | None":
         """The canonical stream of a tree, or None. Raises Corrupt for what is no digest."""
         path = self._tree(digest)

@@ -78,6 +78,12 @@ class History:
             assert self._seen is not None
             return self._seen.root
 
+    def _read(self) -> swap.Seen:
+        """The root as refresh() reads it, to swap against."""
+        self.refresh()
+        assert self._seen is not None
+        return self._seen
+
     @contextmanager
     def snapshot(self) -> Iterator[Root]:
         """What is read inside a with block is all of one moment, and reads the root once."""

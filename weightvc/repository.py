@@ -30,6 +30,8 @@ from weightvc.protocol.refs import Refs, check_name, moved
 if TYPE_CHECKING:
     from weightvc.comparison import Diff
     from weightvc.protocol.checkout import Stat
+    from weightvc.protocol.compact import Compacted, Report
+    from weightvc.protocol.plan import Plan
     from weightvc.protocol.stored import VersionSource
     from weightvc.sources.base import Source
     from weightvc.worktree import Status, Verification
@@ -275,7 +277,53 @@ class Repository(History):
                 source, branch=branch, message=text if message is None else message, step=old.step, **options
             )
 
+    def compact(
+        self,
+        *,
+        share: int | None = None,
+        base_every: int | None = None,
+        reverse: bool | None = None,
+        save: bool = False,
+        report: "Report | None" = None,
+    ) -> "Compacted":
+        """Add ways to versions: a reader any distance behind then needs few patches, and a new one few after a base.
+
+        Each version whose generation 4^k divides gets a patch from the one 4^k before it, along first parents. A
+        version is stored whole as well where the patches from the last base outweigh `share` percent of it, and at
+        least every `base_every` versions. With `reverse`, each patch gets one that leads back. What is not given is
+        as the repository keeps it (50, 1024, False at first); `save` keeps what is given there. `report` is called
+        with what was made (a Wanted and a Way) once it is published.
+
+        No version changes: not its id, its content, or the ways that there were. It may be run anywhere, again and
+        again, beside writers and other runs; interrupted, the next one goes on. Memory is bounded by some blocks of
+        4 MiB and packs; with a cache, five trees are kept on disk in its folder `compaction`.
+        Raises Refused, StoreError, StateUnknown, Conflict; Corrupt where the catalogue itself cannot be read. A
+        version that cannot be read is skipped, and stands in what is returned.
+        """
+        from weightvc.protocol.compact import compact
+
+        given = {"share": share, "base_every": base_every, "reverse": reverse}
+        done, self._seen = compact(
+            self._shelf,
+            self._read,
+            {name: value for name, value in given.items() if value is not None},
+            save=save,
+            report=report,
+        )
+        return done
+
     # Reading weights
+
+    def plan(self, old: Ref | None, new: Ref = HEAD) -> "Plan":
+        """The cheapest way to the version `new`, by bytes and requests, for a host that holds `old` (None: nothing).
+
+        Raises RefNotFound, Expired if there is none any more.
+        """
+        from weightvc.protocol.plan import plan
+
+        refs = self._refs()
+        held = frozenset() if old is None else frozenset({version_of(refs.resolve(old).entry).tree})
+        return plan(refs, refs.resolve(new).entry, held)
 
     def source(self, ref: Ref = HEAD, *, whole: bool = False) -> "VersionSource":
         """A version as a source: its tensors and layout, every byte checked. Close it after use."""

@@ -23,7 +23,7 @@ from weightvc.protocol.checkout import Marker, read_marker, some
 from weightvc.protocol.files import File
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
-from weightvc.protocol.state import Lying, State, read_chunks
+from weightvc.protocol.state import Lying, read_chunks
 from weightvc.protocol.stored import VersionSource
 from weightvc.sources.base import Source
 from weightvc.sources.paths import MARKER
@@ -139,9 +139,7 @@ def _one_file(schema: Schema, plan: Sequence[File]) -> File:
     return writing.single(schema, schema.tensors, "model.safetensors")
 
 
-def _lying(
-    refs: Refs, place: swapping.Directory, stack: contextlib.ExitStack
-) -> tuple[str, Callable[[Tree], State]] | None:
+def _lying(refs: Refs, place: swapping.Directory, stack: contextlib.ExitStack) -> "resolve.Lying | None":
     """What a directory holds, if its marker names a version of this repository and its files can be read."""
     entry = refs.catalogue.find(place.marker.version) if place.marker is not None else None
     if entry is None or entry.version is None:
@@ -151,7 +149,7 @@ def _lying(
     except (Refused, OSError):
         return None
     stack.callback(source.close)
-    return entry.version.tree, lambda tree: Lying(tree, source)
+    return entry.version.tree, lambda schema: Lying(schema, source)
 
 
 def _open(target: Path) -> Source:

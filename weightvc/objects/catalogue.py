@@ -296,10 +296,16 @@ class Catalogue:
                 self._by_id[entry.version.id] = entry
         return True
 
-    def find(self, ident: str) -> Entry | None:
-        """The entry of the version with this full id, or None: reads as few segments as it can."""
+    @property
+    def unread(self) -> int:
+        """Segments that have not been read yet."""
+        return sum(isinstance(part, SegmentRef) for part in self._parts[self._loaded :])
+
+    def find(self, ident: str, most: int | None = None) -> Entry | None:
+        """The entry of the version with this full id, or None: reads as few segments as it can, at most `most`."""
+        until = None if most is None else self._loaded + most + (self._loaded == 0)
         while ident not in self._by_id:
-            if not self._more():
+            if self._loaded == until or not self._more():
                 return None
         return self._by_id[ident]
 

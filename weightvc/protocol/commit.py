@@ -296,11 +296,12 @@ def outgrown(refs: Refs, parent: Baseline, schema: Schema) -> bool:
     changes, entry = 0, parent.entry
     while changes < SCHEMA_CHANGES:
         assert entry.place is not None
-        sources = [edge.source for edge in entry.place.edges]
+        sources = [edge.source for way in entry.place.all_ways for edge in way.edges]
         if None in sources or not sources:
             return False
-        below = refs.entry(str(sources[0]))
-        assert below.place is not None
+        below = refs.find(str(sources[0]))
+        if below is None or below.place is None:
+            return False
         changes += below.place.schema != entry.place.schema
         entry = below
     return True

@@ -79,9 +79,18 @@ class Refs:
         """The id of a branch's head, or None."""
         return self._root.branches.get(branch)
 
+    @property
+    def unread(self) -> int:
+        """Segments of the catalogue that have not been read yet."""
+        return self.catalogue.unread
+
+    def find(self, ident: str, most: int | None = None) -> Entry | None:
+        """The entry of a version, or None; reads segments for it, `most` at most if that is given."""
+        return self.catalogue.find(ident, most)
+
     def entry(self, ident: str) -> Entry:
         """The entry of a version that the root refers to."""
-        found = self.catalogue.find(ident)
+        found = self.find(ident)
         if found is None:
             raise Corrupt(f"version {ident[:12]} is referred to and not in the catalogue")
         return found

@@ -1,85 +1,38 @@
-"""Resolve: the cheapest way from what this host holds to a version, and a state that reads it that way."""
+"""Resolve: a state that reads a version by the cheapest way from what this host holds, or by another if need be."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Final
 
-from weightvc.errors import Corrupt, Expired
+from weightvc.errors import Corrupt, Expired, NotFound, WeightvcError
 from weightvc.objects import layout
-from weightvc.objects.catalogue import Entry
+from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.manifest import Manifest, check_blocks
+from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
-from weightvc.objects.version import Edge
 from weightvc.protocol import parallel, state
+from weightvc.protocol.plan import Plan, plan
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.spool import Spool
 from weightvc.protocol.state import BasePayloads, Chain, Held, Level, Models, PatchPayloads, State, Verified
 
-REQUEST: Final = 64 << 10
-"""What a request weighs beside its bytes, in bytes: some 5 ms of a 100 Mbit/s link."""
 READERS: Final = 8
+OTHERS: Final = 4
+"""Ways that are tried instead of those that turned out to be bad."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """`start` is read as a base, or as it is `held`; then the patch of each of `steps` is applied in turn."""
-
-    start: Entry
-    held: bool
-    steps: tuple[Entry, ...]
-    nbytes: int
-    """Bytes to fetch, manifests not counted."""
-
-
-def plan(refs: Refs, entry: Entry, held: Callable[[str], bool]) -> Way:
-    """The cheapest way to a version by bytes and requests. `held` says whether a tree is at hand, by digest.
-
-    Raises Expired if no way leads to it.
-    """
-    best: Way | None = None
-    best_cost = 0
-    steps: list[Entry] = []
-    nbytes = cost = 0
-    current = entry
-    seen: set[str | None] = set()
-    while best is None or cost < best_cost:
-        if current.new in seen:
-            raise Corrupt(f"version {current.new}: the patches that lead to it go round in a circle")
-        seen.add(current.new)
-        assert current.version is not None
-        assert current.place is not None
-        if held(current.version.tree):
-            return Way(current, True, tuple(reversed(steps)), nbytes)
-        base = _edge(current, base=True)
-        if base is not None and (best is None or cost + base.nbytes < best_cost):
-            best = Way(current, False, tuple(reversed(steps)), nbytes + base.nbytes)
-            best_cost = cost + base.nbytes
-        patch = _edge(current, base=False)
-        if patch is None or patch.source is None:
-            break
-        steps.append(current)
-        nbytes += patch.nbytes
-        cost += patch.nbytes + REQUEST
-        current = refs.entry(patch.source)
-    if best is None:
-        raise Expired(f"version {(entry.new or '')[:12]}: no base and no patches lead to it any more")
-    return best
-
-
-def _edge(entry: Entry, *, base: bool) -> Edge | None:
-    assert entry.place is not None
-    return next((edge for edge in entry.place.edges if (edge.source is None) == base), None)
-
-
-def manifest_of(shelf: Shelf, entry: Entry) -> Manifest:
-    """The manifest of a version, seen to be that version's."""
-    assert entry.place is not None
-    made = shelf.manifest(entry.place.manifest)
+def manifest_of(shelf: Shelf, entry: Entry, way: Way | None = None) -> Manifest:
+    """The manifest of a version (that of its commit unless a way is named), seen to be that version's."""
+    if entry.place is None:
+        raise Expired(f"version {(entry.new or '')[:12]} has expired: ask for another one, see `weightvc log`")
+    name = entry.place.manifest if way is None else way.manifest
+    made = shelf.manifest(name)
     if made.version.id != entry.new:
-        raise Corrupt(f"{entry.place.manifest} is corrupt: it is of version {made.version.short}, not {entry.new}")
+        raise Corrupt(f"{name} is corrupt: it is of version {made.version.short}, not {entry.new}")
     return made
 
 
@@ -107,93 +60,129 @@ def layout_of(shelf: Shelf, made: Manifest) -> layout.Stored | None:
     return stored
 
 
+Lying = tuple[str, Callable[[Schema], State]]
+"""The digest of a tree that a caller has, and how to read it."""
+
+
 @contextmanager
 def opened(
     shelf: Shelf,
     refs: Refs,
     entry: Entry,
     *,
-    lying: "tuple[str, Callable[[Tree], State]] | None" = None,
+    lying: Lying | None = None,
     whole: bool = True,
     identify: bool = True,
 ) -> Iterator[tuple[Manifest, Verified]]:
-    """A version's manifest and a state that reads it, checked: from the cache, from `lying` (the digest of a tree
-    that the caller has, and how to read it), or from the store alone if those turn out to be wrong.
+    """A version's manifest and a state that reads it, checked: from the cache, from `lying`, or from the store alone
+    if those turn out to be wrong, by another way if the cheapest one does.
 
     `whole` says that all of it will be read: packs are then fetched whole. Without `identify` the digests are taken
     as the manifest (itself checked) has them, and not seen to make the version's tree: enough for a baseline.
     """
-    made = manifest_of(shelf, entry)
+    held = shelf.cache.trees() if shelf.cache is not None else frozenset()
+    if lying is not None:
+        held |= {lying[0]}
+    made, name = _described(shelf, refs, entry, held if whole else None)
     tree = Tree(shelf.schema(made.schema, made.schema_digest), made.digests)
     if identify:
-        tree = tree_of(shelf, made, entry.place.manifest if entry.place else "")
+        tree = tree_of(shelf, made, name)
     pool = ThreadPoolExecutor(READERS, "weightvc-read")
     spool = Spool(shelf.cache.directory if shelf.cache is not None else None)
+    tried: list[Plan] = []
+    failed: Counter[str] = Counter()
+
+    def at_hand() -> State | None:
+        way = plan(refs, entry, held)
+        return _chain(shelf, way, pool, spool, lying, whole) if way.start is not None else None
+
+    def from_store() -> State:
+        tried.append(plan(refs, entry))
+        return _chain(shelf, tried[-1], pool, spool, None, whole)
+
+    def otherwise() -> State | None:
+        # Which object is to blame is not known: a wrong state in between shows in the end.
+        for step in tried[-1].steps if tried else ():
+            failed[step.way.manifest] += 1
+        if not failed or (way := plan(refs, entry, failed=failed)) in tried:
+            return None
+        tried.append(way)
+        return _chain(shelf, way, pool, spool, None, whole)
+
     try:
-
-        def at_hand() -> State | None:
-            way = plan(
-                refs, entry, lambda digest: _cached(shelf, digest) or (lying is not None and digest == lying[0])
-            )
-            return _chain(shelf, way, pool, spool, lying, whole) if way.held else None
-
-        def from_store() -> State:
-            return _chain(shelf, plan(refs, entry, lambda _: False), pool, spool, None, whole)
-
         # The store twice: ranges of packs are checked only by what they give, and the first may be bad on the way.
-        yield made, Verified(tree, [at_hand, from_store, from_store], f"version {made.version.short}")
+        ways = [at_hand, from_store, from_store, *[otherwise] * OTHERS]
+        yield made, Verified(tree, ways, f"version {made.version.short}")
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         spool.close()
 
 
-def _cached(shelf: Shelf, digest: str) -> bool:
-    return shelf.cache is not None and shelf.cache.has_tree(digest)
+def _described(shelf: Shelf, refs: Refs, entry: Entry, held: Set[str] | None) -> tuple[Manifest, str]:
+    """A manifest of a version, and its key: that by which it will be read from what is `held`, so that no other has
+    to be fetched; another one where that cannot be had. None says that it will not be read as a whole."""
+    ways: tuple[Way | None, ...] = (None,)
+    if entry.place is not None and entry.place.ways:
+        ways = entry.place.all_ways
+        if held is not None:
+            # Without a plan it is still known what the version is; reading it then tells what is wrong.
+            with suppress(WeightvcError):
+                steps = plan(refs, entry, held).steps
+                ways = (steps[-1].way, *ways) if steps else ways
+    failure: WeightvcError | None = None
+    for way in ways:
+        try:
+            made = manifest_of(shelf, entry, way)
+        except (Corrupt, NotFound) as error:
+            failure = failure or error
+        else:
+            return made, way.manifest if way is not None else _name(entry)
+    assert failure is not None
+    raise failure
 
 
 def _chain(
-    shelf: Shelf,
-    way: Way,
-    pool: ThreadPoolExecutor,
-    spool: Spool,
-    lying: "tuple[str, Callable[[Tree], State]] | None",
-    whole: bool,
+    shelf: Shelf, way: Plan, pool: ThreadPoolExecutor, spool: Spool, lying: Lying | None, whole: bool
 ) -> State:
-    # Manifests carry most patches. They are fetched side by side, and of each only what is needed is kept.
-    manifests = parallel.ordered(pool, lambda entry: manifest_of(shelf, entry), (way.start, *way.steps), 2 * READERS)
-    first = next(manifests)
-    schema = shelf.schema(first.schema, first.schema_digest)
     start: State | None = None
-    levels: list[Level] = []
-    if way.held:
-        tree = Tree(schema, first.digests)
-        if lying is not None and first.version.tree == lying[0]:
-            start = lying[1](tree)
+    schema: Schema | None = None
+    if way.start is not None:
+        assert way.start.version is not None
+        assert way.start.place is not None
+        schema = shelf.schema_at(way.start.place.schema)
+        digest = way.start.version.tree
+        if lying is not None and digest == lying[0]:
+            start = lying[1](schema)
         else:
-            assert shelf.cache is not None
-            flat = shelf.cache.open_tree(first.version.tree, schema)
+            flat = shelf.cache.open_tree(digest, schema) if shelf.cache is not None else None
             if flat is None:
                 raise Corrupt("a tree has just left the cache")
-            start = Held(tree, flat)
-    else:
-        if first.base is None:
-            raise Corrupt(f"{_name(way.start)} is corrupt: the catalogue says that it has a base")
-        check_blocks(first.base, schema, _name(way.start))
-        levels.append(Level(schema, first.base, BasePayloads(shelf, first.base, pool, whole=whole), _name(way.start)))
-        levels[0].writer = first.writer
-    for entry, made in zip(way.steps, manifests, strict=True):
-        if made.patch is None:
-            raise Corrupt(f"{_name(entry)} is corrupt: the catalogue says that it has a patch")
+            start = Held(schema, flat)
+        if not way.steps:
+            return start
+    levels: list[Level] = []
+    # Manifests carry most patches. They are fetched side by side, and of each only what is needed is kept.
+    manifests = parallel.ordered(pool, lambda step: manifest_of(shelf, step.entry, step.way), way.steps, 2 * READERS)
+    for step, made in zip(way.steps, manifests, strict=True):
+        name = step.way.manifest
         above = shelf.schema(made.schema, made.schema_digest)
-        check_blocks(made.patch.stream, above, _name(entry))
-        payloads = PatchPayloads(shelf, made.patch.stream, spool, whole=whole)
-        mapping = state.chunk_map(above, schema, made.patch.moved)
-        stream = replace(made.patch.stream, inline=b"")
-        models = Models(made.patch.tables, _name(entry)) if made.patch.tables else None
-        levels.append(Level(above, stream, payloads, _name(entry), made.writer, mapping, models))
+        if step.edge.source is None:
+            if made.base is None:
+                raise Corrupt(f"{name} is corrupt: the catalogue says that it has a base")
+            check_blocks(made.base, above, name)
+            content = BasePayloads(shelf, made.base, pool, whole=whole)
+            levels.append(Level(above, made.base, content, name, made.writer))
+        else:
+            if made.patch is None or made.patch.source != step.edge.source:
+                raise Corrupt(f"{name} is corrupt: the catalogue says that it has a patch from {step.edge.source}")
+            assert schema is not None
+            check_blocks(made.patch.stream, above, name)
+            payloads = PatchPayloads(shelf, made.patch.stream, spool, whole=whole)
+            mapping = state.chunk_map(above, schema, made.patch.moved)
+            stream = replace(made.patch.stream, inline=b"")
+            models = Models(made.patch.tables, name) if made.patch.tables else None
+            levels.append(Level(above, stream, payloads, name, made.writer, mapping, models))
         schema = above
-    if start is not None and not levels:
-        return start
     return Chain(start, levels)
 
 

@@ -16,7 +16,7 @@ from weightvc.stores.base import Store
 
 T = TypeVar("T")
 SCHEMAS_KEPT = 4
-KEPT = {"manifest": 4, "schema": 1, "layout": 4, "segment": 64, "page": 4}
+KEPT = {"manifest": 4, "schema": 4, "layout": 4, "segment": 64, "page": 4}
 """Decoded objects that are remembered, by kind: manifests are large, and segments are asked for again and again."""
 
 
@@ -70,22 +70,32 @@ class Shelf:
                 return found
         made = read(self.get(key.checked(name, kind)), name)
         with self._lock:
-            held[name] = made
-            while len(held) > KEPT[kind]:
-                held.popitem(last=False)
+            self._remember(kind, name, made)
         return made
+
+    def _remember(self, kind: str, name: str, made: Any) -> None:
+        held = self._decoded[kind]
+        held[name] = made
+        held.move_to_end(name)
+        while len(held) > KEPT[kind]:
+            held.popitem(last=False)
 
     def schema(self, name: str, digest: str) -> Schema:
         """The schema under a key, whose digest is known. Raises Corrupt if it is another one."""
         with self._lock:
             known = self._schemas.get(digest)
-        if known is not None:
-            return known
+            if known is not None:
+                self._remember("schema", name, known)
+                return known
         made = self._decode(name, "schema", schema.decode)
         if made.digest != digest:
             raise Corrupt(f"{name} is corrupt: it is not the schema {digest[:12]}")
         self.learn(made)
         return made
+
+    def schema_at(self, name: str) -> Schema:
+        """The schema under a key."""
+        return self._decode(name, "schema", schema.decode)
 
     def schema_of(self, tensors: Sequence[TensorInfo]) -> Schema:
         """The schema of some tensors: the one at hand, if it is the same."""

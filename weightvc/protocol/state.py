@@ -42,12 +42,12 @@ class State(Protocol):
 class Held:
     """A tree in the local cache."""
 
-    def __init__(self, tree: Tree, flat: Flat) -> None:
-        self.tree = tree
+    def __init__(self, schema: Schema, flat: Flat) -> None:
+        self._schema = schema
         self._flat = flat
 
     def read(self, low: int, high: int) -> Buffer:
-        schema = self.tree.schema
+        schema = self._schema
         return self._flat.read(schema.position(low), schema.position(high))
 
     def peek(self, start: int, stop: int) -> Buffer:
@@ -70,24 +70,24 @@ def read_chunks(source: Source, schema: Schema, low: int, high: int) -> Buffer:
 class Lying:
     """A tree that lies in a source: a checked-out directory, or tensors in memory."""
 
-    def __init__(self, tree: Tree, source: Source) -> None:
-        self.tree = tree
+    def __init__(self, schema: Schema, source: Source) -> None:
+        self._schema = schema
         self._source = source
-        self._same = list(source.tensors) == tree.schema.tensors
+        self._same = list(source.tensors) == schema.tensors
         self._at: list[int] = []
         if not self._same:
             # A tensor is what it was if all of it is: name, dtype and shape.
             index = {tensor: i for i, tensor in enumerate(source.tensors)}
-            self._at = [index.get(tensor, -1) for tensor in tree.schema.tensors]
+            self._at = [index.get(tensor, -1) for tensor in schema.tensors]
 
     def read(self, low: int, high: int) -> Buffer:
         if self._same:
-            return self._of_source(read_chunks, self._source, self.tree.schema, low, high)
+            return self._of_source(read_chunks, self._source, self._schema, low, high)
         pieces = []
         for chunk in range(low, high):
-            tensor, start, stop = self.tree.schema.span(chunk)
+            tensor, start, stop = self._schema.span(chunk)
             if self._at[tensor] < 0:
-                raise Corrupt(f"tensor {self.tree.schema.tensors[tensor].name!r} is not there")
+                raise Corrupt(f"tensor {self._schema.tensors[tensor].name!r} is not there")
             pieces.append(self._of_source(self._source.read, self._at[tensor], start, stop))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -382,6 +382,7 @@ class Verified:
         self._ways = list(ways)
         self._what = what
         self._state: State | None = None
+        self._error: WeightvcError | None = None
         self._lock = threading.Lock()
         self.failures: list[str] = []
 
@@ -426,16 +427,24 @@ class Verified:
 
     def _current(self) -> State:
         with self._lock:
-            while self._state is None:
-                if not self._ways:
-                    raise Corrupt(f"{self._what}: no way to read it")
-                try:
-                    self._state = self._ways.pop(0)()
-                except WeightvcError as error:
-                    self.failures.append(str(error))
-                    if not self._ways:
-                        raise
+            if self._state is None:
+                self._state = self._advance()
+            if self._state is None:
+                raise self._error or Corrupt(f"{self._what}: no way to read it")
             return self._state
+
+    def _advance(self) -> State | None:
+        """The next state that can be made, or None: `_error` then says why the last one could not."""
+        while self._ways:
+            try:
+                state = self._ways.pop(0)()
+            except WeightvcError as error:
+                self.failures.append(str(error))
+                self._error = error
+            else:
+                if state is not None:
+                    return state
+        return None
 
     def _next(self, state: State, error: WeightvcError) -> None:
         with self._lock:
@@ -444,6 +453,9 @@ class Verified:
             self.failures.append(str(error))
             if isinstance(state, Held | Chain) and isinstance(error, Corrupt):
                 state.discard()
-            if not self._ways:
-                raise error
-            self._state = None
+            self._error = error
+            following = self._advance()
+            if following is None:
+                # What it has that is not wrong can still be read.
+                raise self._error
+            self._state = following
