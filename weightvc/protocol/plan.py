@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from weightvc.errors import Corrupt, Expired, NotFound
+from weightvc.objects import manifest
 from weightvc.objects.catalogue import Entry, Way
-from weightvc.objects.manifest import INLINE
 from weightvc.objects.version import Edge
 
 REQUEST: Final = 64 << 10
@@ -91,10 +91,10 @@ def steps_to(entry: Entry) -> Iterator[Step]:
             continue
         payload = sum(edge.nbytes for edge in way.edges)
         # Streams that lie in the manifest come with it, wanted or not.
-        inline = sum(edge.nbytes for edge in way.edges if edge.nbytes <= INLINE)
+        inline = sum(edge.nbytes for edge in way.edges if edge.nbytes <= manifest.INLINE)
         beside = max(0, way.nbytes - payload) + inline
         for edge in way.edges:
-            if edge.nbytes <= INLINE:
+            if edge.nbytes <= manifest.INLINE:
                 yield Step(entry, way, edge, beside, 1)
             else:
                 packs = max(1, way.packs * edge.nbytes // (payload - inline))

@@ -1,7 +1,7 @@
 """Resolve: a state that reads a version by the cheapest way from what this host holds, or by another if need be."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -94,11 +94,11 @@ def opened(
 
     def at_hand() -> State | None:
         way = plan(refs, entry, held)
-        return _chain(shelf, way, pool, spool, lying, whole) if way.start is not None else None
+        return _chain(shelf, way, pool, spool, lying, whole, {name: made}) if way.start is not None else None
 
     def from_store() -> State:
         tried.append(plan(refs, entry))
-        return _chain(shelf, tried[-1], pool, spool, None, whole)
+        return _chain(shelf, tried[-1], pool, spool, None, whole, {name: made})
 
     def otherwise() -> State | None:
         # Which object is to blame is not known: a wrong state in between shows in the end.
@@ -107,7 +107,7 @@ def opened(
         if not failed or (way := plan(refs, entry, failed=failed)) in tried:
             return None
         tried.append(way)
-        return _chain(shelf, way, pool, spool, None, whole)
+        return _chain(shelf, way, pool, spool, None, whole, {name: made})
 
     try:
         # The store twice: ranges of packs are checked only by what they give, and the first may be bad on the way.
@@ -142,7 +142,13 @@ def _described(shelf: Shelf, refs: Refs, entry: Entry, held: Set[str] | None) ->
 
 
 def _chain(
-    shelf: Shelf, way: Plan, pool: ThreadPoolExecutor, spool: Spool, lying: Lying | None, whole: bool
+    shelf: Shelf,
+    way: Plan,
+    pool: ThreadPoolExecutor,
+    spool: Spool,
+    lying: Lying | None,
+    whole: bool,
+    known: Mapping[str, Manifest],
 ) -> State:
     start: State | None = None
     schema: Schema | None = None
@@ -162,7 +168,12 @@ def _chain(
             return start
     levels: list[Level] = []
     # Manifests carry most patches. They are fetched side by side, and of each only what is needed is kept.
-    manifests = parallel.ordered(pool, lambda step: manifest_of(shelf, step.entry, step.way), way.steps, 2 * READERS)
+    manifests = parallel.ordered(
+        pool,
+        lambda step: known.get(step.way.manifest) or manifest_of(shelf, step.entry, step.way),
+        way.steps,
+        2 * READERS,
+    )
     for step, made in zip(way.steps, manifests, strict=True):
         name = step.way.manifest
         above = shelf.schema(made.schema, made.schema_digest)
