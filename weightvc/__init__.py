@@ -38,6 +38,8 @@ from weightvc.errors import (
 if TYPE_CHECKING:
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.objects.version import Edge, Version
+    from weightvc.protocol.compact import Compacted
+    from weightvc.protocol.plan import Plan
     from weightvc.repository import Repository, init, open
     from weightvc.worktree import Status, Verification
 
@@ -47,7 +49,9 @@ _LAZY = {
     "Diff": "weightvc.comparison",
     "TensorDiff": "weightvc.comparison",
     "diff": "weightvc.comparison",
+    "Compacted": "weightvc.protocol.compact",
     "Edge": "weightvc.objects.version",
+    "Plan": "weightvc.protocol.plan",
     "Version": "weightvc.objects.version",
     "Repository": "weightvc.repository",
     "init": "weightvc.repository",
@@ -62,6 +66,7 @@ __all__ = [
     "BadName",
     "BadTensor",
     "BranchMoved",
+    "Compacted",
     "Conflict",
     "Corrupt",
     "Diff",
@@ -70,6 +75,7 @@ __all__ = [
     "KeyExists",
     "KeyNotFound",
     "NotFound",
+    "Plan",
     "PreconditionFailed",
     "RefNotFound",
     "Refused",

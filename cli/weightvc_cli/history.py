@@ -148,7 +148,7 @@ def show(settings: Settings, ref: str) -> None:
         for parent in version.parents:
             click.echo(f"Parent:   {parent}")
         click.echo(f"Manifest: {place.manifest}  ({size(place.nbytes)} stored in all)")
-        for edge in place.edges:
+        for edge in (edge for way in place.all_ways for edge in way.edges):
             kind = f"patch from {edge.source[:12]}" if edge.source else "base"
             click.echo(f"Edge:     {kind}, {size(edge.nbytes)}, {edge.changed} elements")
         for path, nbytes in files.items():

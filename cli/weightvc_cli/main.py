@@ -32,6 +32,8 @@ COMMANDS: Final = {
     "tag": "refs",
     "reset": "refs",
     "revert": "refs",
+    "plan": "ways",
+    "compact": "ways",
 }
 INTERRUPTED: Final = 130
 CLOSED_PIPE: Final = 141

@@ -147,5 +147,10 @@ def entry_json(entry: "Entry") -> dict[str, Any]:
         "density": density(entry),
         "full_bytes": version.nbytes,
         "bytes": place.nbytes,
-        "edges": [{"from": edge.source, "bytes": edge.nbytes, "changed": edge.changed} for edge in place.edges],
+        "edges": [_edge_json(edge) for edge in place.edges],
+        "ways": [_edge_json(edge) for way in place.ways for edge in way.edges],
     }
+
+
+def _edge_json(edge: "Edge") -> dict[str, Any]:
+    return {"from": edge.source, "bytes": edge.nbytes, "changed": edge.changed}

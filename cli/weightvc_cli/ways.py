@@ -1,0 +1,100 @@
+"""plan and compact: the ways to versions, shown and added."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from weightvc_cli.output import as_json, shown, size, table
+from weightvc_cli.settings import Settings, json_option, repository_option
+
+if TYPE_CHECKING:
+    from weightvc.protocol.plan import Step
+
+NOTHING = "nothing"
+
+
+def _label(step: "Step") -> str:
+    version = step.entry.version
+    assert version is not None
+    return version.short + (f" (step {version.step})" if version.step is not None else "")
+
+
+@click.command()
+@click.argument("old", metavar="FROM")
+@click.argument("new", metavar="TO")
+@json_option
+@repository_option
+@click.pass_obj
+def plan(settings: Settings, old: str, new: str) -> None:
+    """Show the cheapest way from one version to another.
+
+    It is what a host that holds the version FROM (`nothing`: a new host) fetches to have TO: objects and bytes,
+    beside the root and segments of the catalogue.
+    """
+    with settings.open() as repository:
+        made = repository.plan(None if old == NOTHING else old, new)
+        assert made.target.version is not None
+        if settings.json:
+            fields = {
+                "from": made.start.new if made.start is not None else None,
+                "to": made.target.new,
+                "bytes": made.nbytes,
+                "requests": made.requests,
+                "patches": made.patches,
+                "steps": [
+                    {
+                        "to": step.entry.new,
+                        "from": step.edge.source,
+                        "bytes": step.nbytes,
+                        "requests": step.requests,
+                        "manifest": step.way.manifest,
+                    }
+                    for step in made.steps
+                ],
+            }
+            click.echo(as_json(fields))
+            return
+        rows = []
+        for step in made.steps:
+            what = "base" if step.edge.source is None else "patch"
+            rows.append((what, _label(step), size(step.nbytes), f"{step.requests}"))
+        if rows:
+            for line in table([("", "to", "bytes", "requests"), *rows], "llrr"):
+                click.echo(line)
+        total = f"{made.patches} patches, " if made.patches != 1 else "1 patch, "
+        held = f"from {shown(old)}" if made.start is not None else "from nothing"
+        click.echo(f"{held}: {total}{size(made.nbytes)}, {made.requests} requests")
+
+
+@click.command()
+@click.option("--share", type=click.IntRange(min=1), metavar="PERCENT", help="A base where patches outweigh so much.")
+@click.option("--base-every", type=click.IntRange(min=4), metavar="N", help="A base every N versions at least.")
+@click.option("--reverse/--no-reverse", default=None, help="Patches back as well.")
+@click.option("--save", is_flag=True, help="Keep what was given in the repository.")
+@json_option
+@repository_option
+@click.pass_obj
+def compact(settings: Settings, share: int | None, base_every: int | None, reverse: bool | None, save: bool) -> None:
+    """Add long patches and bases, so that whoever is far behind has few to fetch.
+
+    Versions stay as they are. It may run anywhere, beside writers, and again: it makes what is missing.
+    """
+    with settings.open() as repository:
+        done = repository.compact(share=share, base_every=base_every, reverse=reverse, save=save)
+        for why in done.skipped:
+            settings.note(f"skipped: {why}")
+        if settings.json:
+            fields = {
+                "patches": done.patches,
+                "reverse": done.back,
+                "bases": done.bases,
+                "bytes": done.nbytes,
+                "swaps": done.swaps,
+                "skipped": done.skipped,
+            }
+            click.echo(as_json(fields))
+        elif not (done.patches or done.back or done.bases):
+            click.echo("nothing to add")
+        else:
+            back = f", {done.back} back" if done.back else ""
+            click.echo(f"added {done.patches} patches{back}, {done.bases} bases: {size(done.nbytes)}")
