@@ -283,10 +283,10 @@ def tensors_of(schema: str) -> list[Tensor]:
 class Version:
     """A version's manifest, checked down to the tree's digest."""
 
-    def __init__(self, repository: "Repository", id: str) -> None:
+    def __init__(self, repository: "Repository", id: str, manifest: str | None = None) -> None:
         self.repository, self.id = repository, id
         self.entry = repository.commits[id]
-        self.head, self.sections = repository.open(self.entry["manifest"], "manifest")
+        self.head, self.sections = repository.open(manifest or self.entry["manifest"], "manifest")
         need(digest(self.head["record"]) == id, "a record that is not what the id says")
         self.record: dict[str, Any] = json.loads(self.head["record"])
         need(self.record["weightvc"] == "version 1", "another `weightvc`")
@@ -446,6 +446,21 @@ class Repository:
                     chunks = version.read(way, old, chunks)
                 old = version
             return first, [b"".join(first.split(chunks, i)) for i in range(len(first.tensors))]
+
+    def read_by(self, id: str, manifest: str) -> list[list[bytes]]:
+        """A version's tensors' bytes, by each stream of one of its manifests; what a patch is against by read()."""
+        out = []
+        version = Version(self, id, manifest)
+        for way in version.ways:
+            old, chunks = None, list[bytes]()
+            if way == "patch":
+                old, tensors = self.read(version.head["patch"]["from"])
+                for tensor, data in zip(old.tensors, tensors):
+                    chunks += [data[at : at + 4 * MIB] for at in range(0, tensor.nbytes, 4 * MIB)]
+            with about(f"by the {way} of {manifest}"):
+                made = version.read(way, old, chunks)
+            out.append([b"".join(version.split(made, i)) for i in range(len(version.tensors))])
+        return out
 
     def files(self, version: Version, data: list[bytes]) -> dict[str, bytes]:
         """The files of a version, from its tensors' bytes."""

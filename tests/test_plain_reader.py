@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from tests.plain_reader import DENSE, PLANES, RAW, REF, SAME, SPARSE, Damaged, Payload, Repository, Tensor, decode
+from tests.plain_reader import (
+    DENSE,
+    PLANES,
+    RAW,
+    REF,
+    SAME,
+    SPARSE,
+    Damaged,
+    Payload,
+    Repository,
+    Tensor,
+    Version,
+    decode,
+)
 
 GOLDEN = Path(__file__).parent / "golden" / "repositories"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
@@ -72,6 +85,36 @@ def test_entries_and_records_are_as_described(name: str) -> None:
         assert record["nbytes"] == sum(map(len, data))
         parents = [json.loads(repository.commits[parent]["record"]) for parent in record["parents"]]
         assert record["generation"] == max([parent["generation"] + 1 for parent in parents], default=0)
+
+
+def test_every_further_way_gives_the_same_bytes_and_is_as_described() -> None:
+    repository = Repository(GOLDEN / "compacted")
+    sources = set()
+    for id, entry in repository.commits.items():
+        _, data = repository.read(id)
+        for way in entry.get("ways", []):
+            version = Version(repository, id, way["manifest"])
+            for field in ("record", "schema", "layout", "files"):
+                assert version.head[field] == Version(repository, id).head[field]
+            assert version.digests == Version(repository, id).digests
+            assert repository.read_by(id, way["manifest"]) == [data] * len(version.ways)
+            assert way["packs"] == sum(len(version.head[kind]["packs"]) for kind in version.ways)
+            streams = {}
+            for kind in version.ways:
+                size = sum(len(payload) for _, _, payload, _ in version.blocks(kind))
+                patch = kind == "patch"
+                changed = version.head[kind]["changed"] if patch else version.record["elements"]
+                streams[version.head[kind]["from"] if patch else None] = [size, changed]
+            assert {source: rest for source, *rest in way["edges"]} == streams
+            stored = (GOLDEN / "compacted" / way["manifest"]).stat().st_size
+            assert way["bytes"] == stored + sum(
+                8 + n for kind in version.ways for _, n in version.head[kind]["packs"]
+            )
+            for source in streams:
+                below = repository.commits[source]["seq"] if source else 0
+                sources.add((source is None, below > entry["seq"]))
+    assert sources == {(True, False), (False, False), (False, True)}  # bases, patches forward and back
+    assert set(repository.root["compaction"]) == {"share", "base_every", "reverse"}
 
 
 KINDS = [

@@ -30,7 +30,7 @@ import numpy as np
 import weightvc
 from tests.kit.weights import Bits, Tensor, Weights, bf, file_bytes, files_below, flipped, tensor, write_shards
 from weightvc.objects import dtypes, key, manifest, root, version
-from weightvc.protocol import coder, commit, swap
+from weightvc.protocol import coder, commit, compact, swap
 from weightvc.repository import Repository
 
 REPOSITORIES = HERE / "repositories"
@@ -375,6 +375,28 @@ def make_long(golden: Golden) -> None:
             weights["", "w"] = stepped(weights["", "w"], 0.2, 1, step)
 
 
+def make_compacted(golden: Golden) -> None:
+    """10 commits and a branch of 2, with a rename and a dtype that changes, and the ways that compaction adds: long
+    patches, patches back, a base; the kept policy; entries with ways in a segment and in the tail."""
+
+    def weights(step: int) -> Weights:
+        w = normal("BF16", 100, 0)
+        for i in range(step):
+            w = stepped(w, 0.05, 1, i)
+        name, dtype = "renamed" if step > 2 else "b", "F16" if step > 5 else "BF16"
+        return {("", "w"): w, ("draft", name): replace(normal("BF16", 40, 1), dtype=dtype)}
+
+    repository = golden.repository
+    ids = []
+    with mock.patch.multiple(swap, TAIL=4, RECENT=4):
+        for step in range(10):
+            ids.append(golden.commit(weights(step), step=step, run="trunk"))
+        repository.branch("side", ids[4])
+        for step in range(2):
+            golden.commit(weights(30 + step), step=step, run="side", branch="side")
+        repository.compact(base_every=8, share=10_000, reverse=True, save=True)
+
+
 def make_fresh(golden: Golden) -> None:
     """A repository without a version."""
 
@@ -402,6 +424,7 @@ def fixed(name: str) -> Iterator[None]:
         mock.patch.object(version, "time", SimpleNamespace(time_ns=time_ns)),
         mock.patch.object(time, "time_ns", time_ns),
         mock.patch.object(commit, "ThreadPoolExecutor", lambda _, prefix: ThreadPoolExecutor(1, prefix)),
+        mock.patch.object(compact, "ThreadPoolExecutor", lambda _, prefix: ThreadPoolExecutor(1, prefix)),
     ):
         yield
 

@@ -261,6 +261,20 @@ def test_covers_history() -> None:
     assert len(swap.must_read(open_store(REPOSITORIES / "long")).root.segments) == 3
 
 
+def test_covers_compaction() -> None:
+    shelf, entries = catalogued("compacted")
+    root = swap.must_read(shelf.store).root
+    gained = {e.new for e in entries if e.place is not None and e.place.ways}
+    assert gained & {e.new for e in root.tail}
+    assert gained & {e.new for ref in root.segments for e in shelf.segment(ref)}
+    ways = [(e, way) for e in entries if e.place is not None for way in e.place.ways]
+    for entry, way in ways:
+        made = shelf.manifest(way.manifest)
+        assert made.version.id == entry.new
+    moved = [shelf.manifest(way.manifest).patch for _, way in ways if way.edges[0].source is not None]
+    assert any(patch is not None and patch.moved for patch in moved)  # over a rename
+
+
 def test_small_enough_to_carry() -> None:
     assert sum(p.stat().st_size for p in REPOSITORIES.rglob("*") if p.is_file()) < 500_000
 
