@@ -15,7 +15,7 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version, check_words
 from weightvc.protocol import swap
-from weightvc.protocol.refs import Refs, check_name, encode_tags, moved, tag_page
+from weightvc.protocol.refs import Refs, check_name, encode_tags, moved, promised, tag_page
 from weightvc.protocol.shelf import Shelf
 from weightvc.stores.base import Stats, Store
 
@@ -201,7 +201,7 @@ class History:
         made: list[Version] = []
 
         def make(root: Root, transaction: key.Transaction) -> Root:
-            entry = Refs(self._shelf, root).resolve(ref).entry
+            entry = promised(Refs(self._shelf, root).resolve(ref).entry)
             made[:] = [version_of(entry)]
             if (head := root.branches.get(name)) is not None:
                 raise Conflict(
@@ -215,7 +215,9 @@ class History:
         return made[0]
 
     def delete_branch(self, name: str, *, expect: Ref | None = None) -> str:
-        """Delete a branch; its versions stay in the catalogue. Returns the head that it had.
+        """Delete a branch. Returns the head that it had.
+
+        Its versions stay in the catalogue until expire() lets them go; restore_branch() brings it back while it can.
 
         Raises RefNotFound, BranchMoved (`expect`), and Refused for the default branch: HEAD would mean nothing.
         """
@@ -235,6 +237,30 @@ class History:
         with self._lock:
             self._heads.pop(name, None)
         return gone[0]
+
+    def restore_branch(self, name: str) -> Version:
+        """Make a deleted branch again, at the head that it had, as its reflog has it. Returns that version.
+
+        Raises RefNotFound if it was never deleted, Expired if retention has let the version go, and Conflict if
+        there is such a branch, or a tag of its name.
+        """
+        check_name(name)
+        made: list[Version] = []
+
+        def make(root: Root, transaction: key.Transaction) -> Root:
+            refs = Refs(self._shelf, root)
+            if (head := root.branches.get(name)) is not None:
+                raise Conflict(f"the branch {name!r} exists, at {head[:12]}: it needs no restoring")
+            check_no_tag(name, refs.tags())
+            last = next(refs.moves(name), None)
+            if last is None or last.op != "delete" or last.old is None:
+                raise RefNotFound(f"no branch {name!r} was ever deleted here: see `weightvc branch`")
+            made[:] = [version_of(promised(refs.entry(last.old)))]
+            branches = {**root.branches, name: last.old}
+            return self._move(root, "restore", name, None, last.old, "", branches=branches)
+
+        self._change(make)
+        return made[0]
 
     def _head_of(self, root: Root, name: str, expect: Ref | None) -> str:
         head = root.branches.get(name)
@@ -264,7 +290,7 @@ class History:
             refs = Refs(self._shelf, root)
             name = refs.name(branch)
             head = self._head_of(root, name, expect)
-            entry = refs.resolve(ref).entry
+            entry = promised(refs.resolve(ref).entry)
             made[:] = [version_of(entry)]
             if not rewind and not refs.descends(entry, head):
                 raise Refused(
@@ -287,7 +313,7 @@ class History:
         made: list[Version] = []
 
         def make(root: Root, transaction: key.Transaction) -> Root:
-            made[:] = [version_of(Refs(self._shelf, root).resolve(ref).entry)]
+            made[:] = [version_of(promised(Refs(self._shelf, root).resolve(ref).entry))]
             if name in root.branches or name == root.default:
                 raise Conflict(f"{name!r} is a branch, which would hide a tag of that name: choose another name")
             tags, deleted = tag_page(self._shelf, root)

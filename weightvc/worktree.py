@@ -83,8 +83,9 @@ def _check_unchanged(shelf: Shelf, refs: Refs, place: swapping.Directory) -> Non
         return
     changed = swapping.touched(place.found, place.marker)
     # The version of another repository cannot be compared with: there a touched file counts as changed.
+    # So it is for one that has expired.
     entry = refs.catalogue.find(place.marker.version) if changed else None
-    if entry is not None:
+    if entry is not None and entry.place is not None:
         changed = _differing(shelf, entry, place.target, changed)
     if changed:
         raise Refused(
@@ -419,8 +420,8 @@ def status(shelf: Shelf, refs: Refs, target: Path) -> Status:
         found = swapping.scan(target)
     missing = [path for path in marker.files if path not in found]
     changed = swapping.touched(found, marker)
-    if changed:
-        # A touched file is not a changed one: the bytes decide.
+    if changed and entry.place is not None:
+        # A touched file is not a changed one: the bytes decide, while there are any to compare with.
         changed = _differing(shelf, entry, target, changed)
     head = behind = None
     if marker.branch is not None and (ident := refs.head(marker.branch)) is not None:

@@ -22,6 +22,14 @@ _KEY: Final = re.compile(
 )
 
 
+PIN: Final = re.compile(r"pin/[0-9a-f]{32}")
+"""Keys of pins: a reader's lease or a writer's transaction."""
+COPY: Final = re.compile(r"root\.d/([0-9]{19})-[0-9a-f]{32}")
+"""Keys of copies of the root: its sequence number and its write id."""
+PROBE: Final = re.compile(r"probe/[0-9a-f]{32}-[0-9a-z]{1,9}")
+"""Keys of what is written to learn something of the store, and then deleted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """A key taken apart."""
@@ -51,6 +59,11 @@ def check(key: str, data: frame.Buffer) -> None:
     """Raise Corrupt unless `data` is what `key` names."""
     if frame.digest(data).hex() != parse(key).digest:
         raise Corrupt(f"{key} is corrupt: its {len(data)} bytes are not what its name says")
+
+
+def copy(sequence: int, write: str) -> str:
+    """The key of a copy of the root."""
+    return f"root.d/{sequence:019}-{write}"
 
 
 class Transaction:

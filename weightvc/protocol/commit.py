@@ -423,14 +423,13 @@ def publish(
         nonlocal placed
         branches = dict(root.branches)
         placed = replace(entry, sequence=root.sequence + 1)
-        if entry.name is None:
-            parents = entry.version.parents if entry.version is not None else ()
-            # What a detached version builds on must still be catalogued: its patch needs it.
-            known = shelf.catalogue(root)
-            for parent in parents:
-                if known.find(parent) is None:
-                    raise Expired(f"version {parent[:12]} is no longer catalogued: commit against another one")
-        else:
+        # What its patch builds on must still be there: a branch's head always is, another version may have expired.
+        known = shelf.catalogue(root)
+        for edge in entry.place.edges if entry.place is not None else ():
+            source = known.find(edge.source) if edge.source is not None else None
+            if edge.source is not None and (source is None or source.place is None):
+                raise Expired(f"version {edge.source[:12]} has expired meanwhile: commit against another one")
+        if entry.name is not None:
             head = root.branches.get(entry.name)
             if head != expected:
                 raise moved(entry.name, expected, head)

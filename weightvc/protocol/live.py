@@ -5,7 +5,7 @@ field of either that a later writer added and that we do not know. Packs are nam
 they go up under it, and the catalogue only counts them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ class Live:
     names: frozenset[str]
     packed: frozenset[str]
     """Transactions of manifests."""
+    released: frozenset[str] = frozenset()
+    """Transactions that entries let go of: that their objects are dead is meant."""
 
     def __contains__(self, name: str) -> bool:
         """Whether the object under a key is alive. Raises Corrupt for what is no key."""
@@ -34,7 +36,7 @@ class Live:
 
     def __or__(self, other: "Live") -> "Live":
         """What either of two keeps alive."""
-        return Live(self.names | other.names, self.packed | other.packed)
+        return Live(self.names | other.names, self.packed | other.packed, self.released | other.released)
 
 
 def of_root(shelf: Shelf, root: Root) -> Live:
@@ -44,14 +46,23 @@ def of_root(shelf: Shelf, root: Root) -> Live:
     """
     tag_page(shelf, root)
     names = {key.ROOT, *_directly(root)}
-    packed: set[str] = set()
+    released: set[str] = set()
     for part in (*(shelf.segment(ref) for ref in root.segments), root.tail):
         for entry in part:
-            for name in named(entry):
-                names.add(name)
-                if name.startswith("manifest/"):
-                    packed.add(name.split("-")[1])
-    return Live(frozenset(names), frozenset(packed))
+            names.update(named(entry))
+            released.update(entry.released)
+    return Live(frozenset(names), frozenset(transactions(names)), frozenset(released))
+
+
+def of_names(names: Iterable[str]) -> Live:
+    """What keys keep alive."""
+    held = frozenset(names)
+    return Live(held, frozenset(transactions(held)))
+
+
+def transactions(names: Iterable[str]) -> Iterator[str]:
+    """The transactions of the manifests among some keys."""
+    return (name.split("-")[1] for name in names if name.startswith("manifest/"))
 
 
 def of_copy(root: Root) -> Live:

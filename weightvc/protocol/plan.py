@@ -148,7 +148,8 @@ def plan(finder: Finder, entry: Entry, held: Set[str] = frozenset(), failed: Map
         if current is None or current.version is None:
             gone = True
             continue
-        if current.version.tree in held:
+        # Of what has expired not even the schema is there any more.
+        if current.version.tree in held and current.place is not None:
             goal, goal_cost = (ident, None), cost
             continue
         steps = list(steps_to(current))

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from weightvc.errors import BadName, BranchMoved, Corrupt, RefNotFound
+from weightvc.errors import BadName, BranchMoved, Corrupt, Expired, RefNotFound
 from weightvc.objects import frame
-from weightvc.objects.catalogue import COMMIT, Catalogue, Entry
+from weightvc.objects.catalogue import COMMIT, EXPIRED, Catalogue, Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version
 from weightvc.protocol.shelf import Shelf
@@ -62,6 +62,7 @@ class Refs:
     def __init__(self, shelf: Shelf, root: Root) -> None:
         self._shelf = shelf
         self._root = root
+        self.sequence = root.sequence
         self.catalogue: Catalogue = shelf.catalogue(root)
 
     def tags(self) -> dict[str, str]:
@@ -223,8 +224,18 @@ class Refs:
     def moves(self, branch: str) -> Iterator[Entry]:
         """Every operation that moved a branch, newest first: its reflog."""
         for entry in self.catalogue:
-            if entry.name == branch and entry.op in (COMMIT, "branch", "reset", "delete", "restore"):
+            if entry.name == branch and entry.op in (COMMIT, EXPIRED, "branch", "reset", "delete", "restore"):
                 yield entry
+
+
+def promised(entry: Entry) -> Entry:
+    """`entry` itself, if its version is there to be read: raises Expired if retention has let it go."""
+    if entry.place is None or entry.expired is not None:
+        raise Expired(
+            f"version {(entry.new or '')[:12]} has expired: retention let it go (`weightvc expire`); `weightvc log` "
+            "shows which versions are left. What has to stay is kept by a tag"
+        )
+    return entry
 
 
 def tag_page(shelf: Shelf, root: Root) -> tuple[dict[str, str], dict[str, str]]:

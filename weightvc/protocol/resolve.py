@@ -7,15 +7,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
-from weightvc.errors import Corrupt, Expired, NotFound, WeightvcError
+from weightvc.errors import Corrupt, NotFound, WeightvcError
 from weightvc.objects import layout
 from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.manifest import Manifest, check_blocks
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
-from weightvc.protocol import parallel, state
+from weightvc.protocol import parallel, state, swap
 from weightvc.protocol.plan import Plan, plan
-from weightvc.protocol.refs import Refs
+from weightvc.protocol.refs import Refs, promised
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.spool import Spool
 from weightvc.protocol.state import BasePayloads, Chain, Held, Level, Models, PatchPayloads, State, Verified
@@ -25,10 +25,25 @@ OTHERS: Final = 4
 """Ways that are tried instead of those that turned out to be bad."""
 
 
+def renewed(shelf: Shelf, refs: Refs, entry: Entry) -> tuple[Refs, Entry] | None:
+    """Where a version lies by now, for a reader that missed an object and may have been overtaken by the collector;
+    None if the root that the reader goes by is the newest. Raises Expired if the version has gone."""
+    root = swap.must_read(shelf.store).root
+    if root.sequence == refs.sequence:
+        return None
+    now = Refs(shelf, root)
+    found = now.catalogue.find(entry.new or "")
+    return None if found is None else (now, promised(found))
+
+
 def manifest_of(shelf: Shelf, entry: Entry, way: Way | None = None) -> Manifest:
-    """The manifest of a version (that of its commit unless a way is named), seen to be that version's."""
+    """The manifest of a version (that of its commit unless a way is named), seen to be that version's.
+
+    Raises Expired if the version has gone.
+    """
     if entry.place is None:
-        raise Expired(f"version {(entry.new or '')[:12]} has expired: ask for another one, see `weightvc log`")
+        promised(entry)
+    assert entry.place is not None
     name = entry.place.manifest if way is None else way.manifest
     made = shelf.manifest(name)
     if made.version.id != entry.new:
@@ -48,15 +63,25 @@ def layout_of(shelf: Shelf, made: Manifest) -> layout.Stored | None:
     """The layout of a version with all its contents, or None."""
     if made.layout is None:
         return None
-    stored = shelf.layout(made.layout)
+    try:
+        return _layout_of(shelf, made, made.layout)
+    except NotFound:
+        found = Refs(shelf, swap.must_read(shelf.store).root).catalogue.find(made.version.id)
+        if found is not None:
+            promised(found)
+        raise
+
+
+def _layout_of(shelf: Shelf, made: Manifest, name: str) -> layout.Stored:
+    stored = shelf.layout(name)
     if stored.digest != made.version.layout:
         raise Corrupt(f"{made.layout} is corrupt: it is not the layout of version {made.version.short}")
     for entry in stored.entries:
         if entry.content not in stored.contents:
-            name = made.files.get(entry.content)
-            if name is None:
-                raise Corrupt(f"{made.layout} is corrupt: the content of {entry.path!r} is nowhere")
-            stored.contents[entry.content] = layout.decode_file(entry.content, entry.length, shelf.get(name), name)
+            file = made.files.get(entry.content)
+            if file is None:
+                raise Corrupt(f"{name} is corrupt: the content of {entry.path!r} is nowhere")
+            stored.contents[entry.content] = layout.decode_file(entry.content, entry.length, shelf.get(file), file)
     return stored
 
 
@@ -79,14 +104,22 @@ def opened(
 
     `whole` says that all of it will be read: packs are then fetched whole. Without `identify` the digests are taken
     as the manifest (itself checked) has them, and not seen to make the version's tree: enough for a baseline.
+
+    A version that is let go of while it is read is looked for in the newest root, where it may lie elsewhere, and is
+    Expired, on the call or on a later read, if it has gone.
     """
+    promised(entry)
     held = shelf.cache.trees() if shelf.cache is not None else frozenset()
     if lying is not None:
         held |= {lying[0]}
-    made, name = _described(shelf, refs, entry, held if whole else None)
-    tree = Tree(shelf.schema(made.schema, made.schema_digest), made.digests)
-    if identify:
-        tree = tree_of(shelf, made, name)
+    try:
+        made, name, tree = _identified(shelf, refs, entry, held if whole else None, identify=identify)
+    except NotFound:
+        found = renewed(shelf, refs, entry)
+        if found is None:
+            raise
+        refs, entry = found
+        made, name, tree = _identified(shelf, refs, entry, held if whole else None, identify=identify)
     pool = ThreadPoolExecutor(READERS, "weightvc-read")
     spool = Spool(shelf.cache.directory if shelf.cache is not None else None)
     tried: list[Plan] = []
@@ -109,13 +142,26 @@ def opened(
         tried.append(way)
         return _chain(shelf, way, pool, spool, None, whole, {name: made})
 
+    def from_newest() -> State | None:
+        found = renewed(shelf, refs, entry)
+        return None if found is None else _chain(shelf, plan(*found), pool, spool, None, whole, {name: made})
+
     try:
         # The store twice: ranges of packs are checked only by what they give, and the first may be bad on the way.
-        ways = [at_hand, from_store, from_store, *[otherwise] * OTHERS]
+        ways = [at_hand, from_store, from_store, *[otherwise] * OTHERS, from_newest]
         yield made, Verified(tree, ways, f"version {made.version.short}")
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         spool.close()
+
+
+def _identified(
+    shelf: Shelf, refs: Refs, entry: Entry, held: Set[str] | None, *, identify: bool
+) -> tuple[Manifest, str, Tree]:
+    made, name = _described(shelf, refs, entry, held)
+    if identify:
+        return made, name, tree_of(shelf, made, name)
+    return made, name, Tree(shelf.schema(made.schema, made.schema_digest), made.digests)
 
 
 def _described(shelf: Shelf, refs: Refs, entry: Entry, held: Set[str] | None) -> tuple[Manifest, str]:
