@@ -37,6 +37,7 @@ from weightvc.errors import (
 
 if TYPE_CHECKING:
     from weightvc.comparison import Diff, TensorDiff, diff
+    from weightvc.objects.retention import Policy, Rules
     from weightvc.objects.version import Edge, Version
     from weightvc.protocol.compact import Compacted
     from weightvc.protocol.plan import Plan
@@ -50,6 +51,8 @@ _LAZY = {
     "TensorDiff": "weightvc.comparison",
     "diff": "weightvc.comparison",
     "Compacted": "weightvc.protocol.compact",
+    "Policy": "weightvc.objects.retention",
+    "Rules": "weightvc.objects.retention",
     "Edge": "weightvc.objects.version",
     "Plan": "weightvc.protocol.plan",
     "Version": "weightvc.objects.version",
@@ -76,10 +79,12 @@ __all__ = [
     "KeyNotFound",
     "NotFound",
     "Plan",
+    "Policy",
     "PreconditionFailed",
     "RefNotFound",
     "Refused",
     "Repository",
+    "Rules",
     "StateUnknown",
     "Status",
     "StoreError",

@@ -20,12 +20,13 @@ from weightvc.errors import (
     TensorNotFound,
     WeightvcWarning,
 )
-from weightvc.history import HEAD, RESTARTS, History, Progress, Ref, check_no_tag, said, version_of
+from weightvc.history import HEAD, RESTARTS, Progress, Ref, check_no_tag, said, version_of
 from weightvc.objects import dtypes, key
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version, check_words
 from weightvc.protocol import swap
 from weightvc.protocol.refs import Refs, check_name, moved
+from weightvc.retention import Retention
 
 if TYPE_CHECKING:
     from weightvc.comparison import Diff
@@ -94,7 +95,7 @@ def _connect(
     return Repository(open_store(os.fspath(url), **options), held, author=author, progress=progress)
 
 
-class Repository(History):
+class Repository(Retention):
     """A repository. Threads may share it; so may processes, each with an object of its own."""
 
     # Writing
@@ -178,7 +179,7 @@ class Repository(History):
         labels: tuple[str, int | None, str | None, Mapping[str, Any] | None],
         cast: bool,
     ) -> Version:
-        from weightvc.protocol import commit, resolve
+        from weightvc.protocol import commit, pins, resolve
         from weightvc.sources.header import collector_paused
 
         with collector_paused():
@@ -207,6 +208,8 @@ class Repository(History):
             entries = first + [refs.resolve(parent).entry for parent in parents]
             transaction = key.Transaction(root.sequence)
             with ExitStack() as stack:
+                # One that takes long asks the collector to wait: its horizon would only make it begin again.
+                stack.enter_context(pins.Holder(self.store, begin=transaction.begin, after=pins.PATIENCE))
                 parent = None
                 if entries:
                     made, verified = stack.enter_context(

@@ -164,3 +164,15 @@ class Store(Protocol):
     def close(self) -> None:
         """Release connections. The store may not be used afterwards."""
         ...
+
+
+@runtime_checkable
+class Sweeps(Protocol):
+    """A store that may keep files which are no objects, left by writers that were killed."""
+
+    def sweep(self, before: float) -> list[int]:
+        """Delete those that were last written before a time (the store's clock, seconds); their sizes in bytes.
+
+        What cannot be looked at or deleted is left. Raises AccessDenied, Unavailable.
+        """
+        ...

@@ -130,6 +130,22 @@ class LocalStore:
                 raise PreconditionFailed(f"{key!r} in {self.url} is not the object that was read: read it again")
             return self._write(key, data, path, "swap")
 
+    def sweep(self, before: float) -> list[int]:
+        """Delete .tmp-* files that were last written before a time; their sizes in bytes."""
+        gone = []
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                if name.startswith(".tmp-"):
+                    path = Path(folder, name)
+                    try:
+                        stat = path.stat()
+                        if stat.st_mtime < before:
+                            path.unlink()
+                            gone.append(stat.st_size)
+                    except OSError:
+                        continue  # it was renamed meanwhile, or is somebody else's
+        return gone
+
     def list(self, prefix: str = "") -> Iterator[Listed]:
         check_prefix(prefix)
         self._count(lists=1)

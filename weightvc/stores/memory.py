@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from weightvc.errors import KeyExists, KeyNotFound, PreconditionFailed
@@ -15,6 +15,7 @@ class _Bucket:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.clock = time.time
         self.objects: dict[str, tuple[bytes, str, float]] = {}  # key: bytes, ETag, time of the write
         self.numbers = itertools.count(1)  # never repeated, so that an ETag never recurs
 
@@ -36,6 +37,10 @@ class MemoryStore:
         else:
             with _buckets_lock:
                 self._bucket = _buckets.setdefault(name, _Bucket())
+
+    def set_clock(self, clock: Callable[[], float]) -> None:
+        """Have all stores of this name tell the time (seconds since the epoch) by `clock`."""
+        self._bucket.clock = clock
 
     def __repr__(self) -> str:
         return f"MemoryStore({self.url!r})"
@@ -87,7 +92,7 @@ class MemoryStore:
 
     def _write(self, key: str, data: bytes) -> str:
         etag = f"m{next(self._bucket.numbers)}"
-        self._bucket.objects[key] = (bytes(data), etag, time.time())
+        self._bucket.objects[key] = (bytes(data), etag, self._bucket.clock())
         self.stats.writes += 1
         self.stats.bytes_written += len(data)
         return etag

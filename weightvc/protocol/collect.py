@@ -1,0 +1,497 @@
+"""Garbage collection: what neither the root nor a pin names is condemned by a swap, and deleted a grace period later.
+
+    look      note the root's sequence number; write a marker, for the store's time; list everything
+    condemn   read root r, then the pins. H is a sequence number that was noted at least one grace period ago, and at
+              most the begin of any pinned transaction. Dead is what was listed, began before H, and neither r nor a
+              pin names. Write the list; swap {horizon = max(horizon, H), list} against r. Lost the swap: the same
+              from the new root
+    delete    a list that is at least one grace period old, in batches, without conditions
+
+Why nothing is lost (docs/gc.md has it in full): what is on a list began before the horizon that was swapped in with
+it, and the root that was swapped out does not name it. A writer that published earlier is in that root, or made the
+swap fail; one that comes later is refused by the horizon. Names are never used twice. So nothing on a list can ever
+be named again, whenever and by whomever it is deleted. Grace and clocks only decide who is disturbed, and when.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from weightvc.errors import Corrupt, Expired, KeyNotFound, Refused, Unsupported
+from weightvc.objects import expect, frame, key
+from weightvc.objects import root as roots
+from weightvc.objects.key import Key, Transaction
+from weightvc.objects.retention import GRACE
+from weightvc.objects.root import Root
+from weightvc.protocol import clock, live, pins, swap
+from weightvc.protocol.live import Live
+from weightvc.protocol.pins import Pins
+from weightvc.protocol.shelf import Shelf
+from weightvc.protocol.swap import Seen
+from weightvc.stores.base import Listed, Store, Sweeps
+
+LIST: Final = 1 << 16
+"""Keys that one list has at most: its page has to stay within what readers accept."""
+BATCH: Final = 1000
+"""Keys that are deleted at once."""
+NOTES: Final = 16
+"""Sequence numbers noted in a grace period: more would only move the root."""
+PAGES: Final = 16
+"""Dead pages and segments that are worth a swap of the root, which itself leaves one."""
+DAY: Final = 86400.0
+"""Seconds after which what a killed process left lying in the store is nobody's any more."""
+UNRELEASED: Final = 0.3
+"""Share of the bytes that is condemned without `force` where no entry says that they were let go of."""
+ROUNDS: Final = 8
+"""How often one run without a grace period begins again."""
+COPIES: Final = 2
+"""Newest copies of the root that keep the segments that they name."""
+_RECORDS: Final = ("page", "segment")
+"""Kinds that every change of the root leaves behind."""
+
+
+# The collector's page
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a run leaves to the next ones."""
+
+    noted: tuple[tuple[int, int], ...] = ()
+    """Sequence numbers of roots, and when (microseconds since the epoch, the store's clock) they were there."""
+    dead: tuple[str, ...] = ()
+    """Keys of which no root will ever name one again."""
+    since: int | None = None
+    """When the list was made (microseconds since the epoch, the store's clock); None: with the page itself, whose
+    time the store tells later."""
+
+
+def encode_page(page: Page) -> bytes:
+    """The collector's page as a stored object."""
+    head = {
+        "dead": list(page.dead),
+        "noted": [list(one) for one in page.noted],
+        "since": page.since,
+        "weightvc": "collector 1",
+    }
+    return frame.encode(frame.PAGE, head)
+
+
+def read_page(shelf: Shelf, root: Root) -> Page:
+    """The collector's page of a root. Raises Corrupt, and what reading raises."""
+    if (name := root.collector) is None:
+        return Page()
+    head = shelf.page(name)
+    frame.check_type(head.get("weightvc"), "collector 1", name)
+    try:
+        noted = []
+        for sequence, time in expect.array(head["noted"], "noted"):
+            noted.append((expect.integer(sequence, "a sequence"), expect.integer(time, "a time", 0, expect.TIME)))
+        dead = tuple([expect.text(one, "a key") for one in expect.array(head["dead"], "dead")])
+        for one in dead:
+            key.parse(one)
+        since = head["since"]
+        if since is not None:
+            expect.integer(since, "since", 0, expect.TIME)
+    except (Corrupt, *expect.MALFORMED) as error:
+        raise Corrupt(f"{name} is corrupt: {error!r:.300}") from None
+    return Page(tuple(noted), dead, since)
+
+
+# Look
+
+
+@dataclass(slots=True)
+class Tally:
+    """Objects and bytes by kind."""
+
+    objects: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, kind: str, size: int) -> None:
+        """Count one object."""
+        self.objects[kind] += 1
+        self.bytes[kind] += size
+
+    def __iadd__(self, other: "Tally") -> "Tally":
+        self.objects.update(other.objects)
+        self.bytes.update(other.bytes)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a run saw of the store before it read the root that it swaps against."""
+
+    before: Root
+    """The root before anything was listed: its sequence number is what the run notes."""
+    now: float
+    """The store's time when the listing began."""
+    objects: Mapping[str, tuple[Key, Listed]]
+    """What may be condemned: everything under a key that a transaction made."""
+    copies: tuple[str, ...]
+    """Copies of the root, newest first."""
+    probes: tuple[Listed, ...]
+    """What was written to learn something of the store; this run's own marker is not among them."""
+    tally: Tally
+    foreign: Tally
+    """What is not ours, and is never touched."""
+
+
+def look(store: Store) -> Sight:
+    """Note the root, and list everything. Raises Unavailable for a listing that is not complete, AccessDenied."""
+    before = swap.must_read(store).root
+    marker = clock.marker()
+    store.put(marker, b"now")
+    try:
+        listed = list(store.list(""))
+    finally:
+        store.delete([marker])
+    now = None
+    objects: dict[str, tuple[Key, Listed]] = {}
+    copies, probes = [], []
+    tally, foreign = Tally(), Tally()
+    for one in listed:
+        if one.key == marker:
+            now = one.modified
+            continue
+        kind = one.key.partition("/")[0]
+        try:
+            parsed = key.parse(one.key)
+        except Corrupt:
+            if key.COPY.fullmatch(one.key):
+                copies.append(one.key)
+            elif key.PROBE.fullmatch(one.key):
+                probes.append(one)
+            elif one.key != key.ROOT and not key.PIN.fullmatch(one.key):
+                foreign.add(kind, one.size)
+                continue
+        else:
+            objects[one.key] = parsed, one
+        tally.add(kind, one.size)
+    if now is None:
+        raise clock.not_listed(store)
+    return Sight(before, now, objects, tuple(sorted(copies, reverse=True)), tuple(probes), tally, foreign)
+
+
+# Condemn
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What one root, the pins that were read after it, and a sight say of every object."""
+
+    page: Page
+    """What is to be swapped in, with the new list or the one that waits."""
+    horizon: int
+    live: tuple[str, ...]
+    pinned: tuple[str, ...]
+    """Named by a pin, or by one of the newest copies of the root, and not by the root."""
+    young: tuple[str, ...]
+    """Named by nothing, and not condemned yet."""
+    waiting: tuple[str, ...]
+    """On the list of an earlier run, and not old enough to be deleted."""
+    dead: tuple[str, ...]
+    """What is condemned now."""
+    note: bool
+    """Whether the root has to move for the sake of the note alone."""
+
+
+def mark(
+    shelf: Shelf, root: Root, sight: Sight, *, grace: float, force: bool = False, failed: Iterable[str] = ()
+) -> Marked:
+    """What is dead if `root` is the one that is swapped out. Changes nothing.
+
+    `failed` could not be deleted. Raises Refused for what looks like a mistake, without `force`; Corrupt, NotFound or
+    StoreError if anything that has to be read cannot be: then nothing is known to be dead.
+    """
+    # The pins after the root: who writes a lease, and then finds its objects named by a root, is seen here, or has
+    # read a later root than this one, and the swap will fail.
+    held = pins.read(shelf.store, sight.now)
+    named = check(shelf, root, sight, force=force)
+    kept = held.live | _of_copies(shelf.store, sight.copies)
+    page = read_page(shelf, root)
+    # A page that came after the listing: another run is ahead of this one, and knows more.
+    ahead = root.collector is not None and root.collector not in sight.objects
+    noted = _noted(page, sight)
+    horizon = max(root.horizon, _passed(noted, held, sight, grace))
+    listed = set(page.dead).difference(failed)
+    alive: list[str] = []
+    pinned: list[str] = []
+    waiting: list[str] = []
+    free: list[str] = []
+    for name in sight.objects:
+        # What is on a list stays on it until it is gone, so that all lists that may be worked through can be found.
+        where = alive if name in named else waiting if name in listed else pinned if name in kept else free
+        where.append(name)
+    dead: list[str] = []
+    if not waiting and not ahead:
+        dead = [name for name in free if sight.objects[name][0].begin < horizon][:LIST]
+        kinds = Counter(sight.objects[name][0].kind for name in dead)
+        if grace > 0 and all(kind in _RECORDS for kind in kinds) and kinds.total() < PAGES:
+            dead = []
+    if dead:
+        _check_share(dead, sight, named, force=force)
+        own = sight.objects.get(root.collector or "")
+        if own is not None and own[0].begin < horizon and own[1].key not in kept:
+            # The root that this one is swapped for will not name the page: it goes as the others do.
+            dead.append(own[1].key)
+            alive.remove(own[1].key)
+    gone = set(dead)
+    young = [name for name in free if name not in gone]
+    last = next((one for one in reversed(noted) if one in page.noted), (-1, 0))
+    unseen = any(k.begin >= last[0] and k.kind not in _RECORDS for k, _ in (sight.objects[n] for n in young))
+    return Marked(
+        Page(_trimmed(noted, sight.now, grace), tuple(dead or waiting), None if dead else _since(page, root, sight)),
+        horizon if dead else root.horizon,
+        tuple(alive),
+        tuple(pinned),
+        tuple(young),
+        tuple(waiting),
+        tuple(dead),
+        unseen and not ahead and _age(sight.now, last[1]) >= grace / NOTES,
+    )
+
+
+def check(shelf: Shelf, root: Root, sight: Sight, *, force: bool = False) -> Live:
+    """What a root keeps alive, once that is seen to be believable. Raises Refused, without `force`, if it is not."""
+    named = live.of_root(shelf, root)
+    if not root.branches and (root.segments or root.tail) and not force:
+        raise Refused(
+            f"{shelf.store.url} has no branches: nothing is let go of or collected there, since that looks like a "
+            "mistake: make a branch (`weightvc branch`), or use --force"
+        )
+    before = named if root.sequence == sight.before.sequence else live.of_root(shelf, sight.before)
+    missing = [n for n in named.names & before.names if n != key.ROOT and n not in sight.objects]
+    if missing and not force:
+        raise Refused(
+            f"{shelf.store.url} lacks {len(missing)} objects that the root names ({missing[0]}): nothing is "
+            "collected before `weightvc fsck` has looked at it, or with --force"
+        )
+    return named
+
+
+def _of_copies(store: Store, copies: Iterable[str]) -> Live:
+    """What the newest copies of the root need to be of use. One that cannot be understood is of none."""
+    found = Live(frozenset(), frozenset())
+    for name in list(copies)[:COPIES]:
+        with contextlib.suppress(Corrupt, Unsupported, KeyNotFound):
+            got = store.get(name)
+            assert got is not None
+            found |= live.of_copy(roots.decode(got.data, name))
+    return found
+
+
+def _noted(page: Page, sight: Sight) -> tuple[tuple[int, int], ...]:
+    """The notes at hand, and this run's own. Those of a time to come are of a clock that was wrong."""
+    past = tuple(one for one in page.noted if _age(sight.now, one[1]) >= 0)
+    if past and past[-1][0] >= sight.before.sequence:
+        return past
+    return *past, (sight.before.sequence, _micros(sight.now))
+
+
+def _passed(noted: Sequence[tuple[int, int]], held: Pins, sight: Sight, grace: float) -> int:
+    """H: transactions that began before it have had their time."""
+    old = [sequence for sequence, time in noted if _age(sight.now, time) >= grace]
+    # Not past the run's own transaction either: so a page has begun no earlier than anything on its list.
+    found = min(max(old, default=0), sight.before.sequence)
+    return found if held.begin is None else min(found, held.begin)
+
+
+def _since(page: Page, root: Root, sight: Sight) -> int | None:
+    """When the list on the page of a root was made; None if that is not known yet."""
+    if page.since is not None or root.collector is None or root.collector not in sight.objects:
+        return page.since
+    return _micros(sight.objects[root.collector][1].modified)
+
+
+def _trimmed(noted: Sequence[tuple[int, int]], now: float, grace: float) -> tuple[tuple[int, int], ...]:
+    """The notes that later runs may need: those younger than the grace period, and the newest of the others."""
+    old = [one for one in noted if _age(now, one[1]) >= grace]
+    return tuple(old[-1:] + [one for one in noted if _age(now, one[1]) < grace])
+
+
+def _micros(seconds: float) -> int:
+    return int(seconds * 1e6)
+
+
+def _age(now: float, micros: int) -> float:
+    """Seconds since a time in microseconds, exactly 0 for now itself."""
+    return (_micros(now) - micros) / 1e6
+
+
+def _check_share(dead: Sequence[str], sight: Sight, named: Live, *, force: bool) -> None:
+    """Refuse to condemn much that no entry let go of: a root that has lost its memory would look like that."""
+    total = sum(one.size for parsed, one in sight.objects.values() if parsed.kind not in _RECORDS)
+    lost = [
+        one.size
+        for parsed, one in (sight.objects[name] for name in dead)
+        if parsed.kind not in _RECORDS and parsed.transaction not in named.released
+    ]
+    if sum(lost) > UNRELEASED * total and not force:
+        raise Refused(
+            f"{len(lost)} objects, {sum(lost)} of {total} bytes, are named by nothing, and no retention let go of "
+            "them: uploads of writers that were killed, or of a history that is lost. If it is whole (`weightvc "
+            "log`, `weightvc fsck`), use --force"
+        )
+
+
+# Run
+
+
+@dataclass(slots=True)
+class Collection:
+    """What a run found and did: objects and bytes by kind."""
+
+    listed: Tally = field(default_factory=Tally)
+    live: Tally = field(default_factory=Tally)
+    pinned: Tally = field(default_factory=Tally)
+    young: Tally = field(default_factory=Tally)
+    waiting: Tally = field(default_factory=Tally)
+    condemned: Tally = field(default_factory=Tally)
+    deleted: Tally = field(default_factory=Tally)
+    foreign: Tally = field(default_factory=Tally)
+    failed: dict[str, Exception] = field(default_factory=dict)
+    """The errors of keys that could not be deleted."""
+    sequence: int = 0
+    horizon: int = 0
+    now: float = 0.0
+    """The store's time when the run began."""
+
+
+class _Nothing(Exception):
+    """There is nothing to swap the root for."""
+
+
+def run(shelf: Shelf, *, grace: float = GRACE, force: bool = False, dry_run: bool = False) -> Collection:
+    """Delete what an earlier run condemned, and condemn what is dead now; without a grace period, until all is gone.
+
+    `grace` is in seconds. Interrupted anywhere, the next run goes on. Raises Refused, Corrupt, NotFound, StoreError
+    (nothing was deleted that had not been condemned), and Conflict or StateUnknown where the root could not be moved.
+    """
+    if not grace >= 0:
+        raise Refused(f"grace={grace!r:.100}: seconds, 0 at least")
+    total = Collection()
+    for _ in range(ROUNDS):
+        sight = look(shelf.store)
+        seen = swap.must_read(shelf.store)
+        named = check(shelf, seen.root, sight, force=force)
+        due = ripe(shelf, seen.root, sight, named, grace=grace)
+        failed = {} if dry_run else delete(shelf.store, due)
+        for name in due:
+            if name not in failed:
+                total.deleted.add(*_weighed(sight, name))
+        total.failed = failed
+        gone = set(due).difference(failed)
+        left = replace(sight, objects={name: one for name, one in sight.objects.items() if name not in gone})
+        if dry_run:
+            marked, root = mark(shelf, seen.root, left, grace=grace, force=force), seen.root
+        else:
+            marked, root = condemn(shelf, left, seen, grace=grace, force=force, failed=failed)
+            _sweep(shelf.store, left, grace, total)
+        _report(total, sight, left, marked, root)
+        if dry_run or grace > 0 or not (marked.dead or marked.note):
+            break
+    return total
+
+
+def ripe(shelf: Shelf, root: Root, sight: Sight, named: Live, *, grace: float) -> list[str]:
+    """What may be deleted: the list of an earlier run that is one grace period old, as far as it is still there.
+
+    Raises Corrupt if the root names any of it, which no root can that came by swaps.
+    """
+    if root.collector is None or root.collector not in sight.objects:
+        return []
+    page = read_page(shelf, root)
+    since = _since(page, root, sight)
+    # A list from far in the future is of a clock that was wrong.
+    if since is None or (grace > 0 and -DAY < _age(sight.now, since) < grace):
+        return []
+    due = [name for name in page.dead if name in sight.objects]
+    for name in due:
+        if name in named:
+            raise Corrupt(
+                f"{root.collector} has {name} on its list, which the root names: the root was put back by hand; "
+                "nothing is deleted: run `weightvc fsck`"
+            )
+    return due
+
+
+def delete(store: Store, names: Sequence[str]) -> dict[str, Exception]:
+    """Delete what is on a list, in batches; the errors of keys that could not be."""
+    failed: dict[str, Exception] = {}
+    for at in range(0, len(names), BATCH):
+        failed |= store.delete(names[at : at + BATCH])
+    return failed
+
+
+def condemn(
+    shelf: Shelf,
+    sight: Sight,
+    seen: Seen,
+    *,
+    grace: float,
+    force: bool = False,
+    failed: Iterable[str] = (),
+) -> tuple[Marked, Root]:
+    """Mark, and swap the list and the horizon into the root, from each new root again until it lands. Nothing is
+    swapped if nothing is dead, and nothing has to be noted. Returns what was marked, and the root."""
+    last: list[tuple[Marked, Root]] = []
+    for attempt in range(swap.ATTEMPTS):
+        transaction = Transaction(seen.root.sequence)
+
+        def make(root: Root, transaction: Transaction = transaction) -> Root:
+            marked = mark(shelf, root, sight, grace=grace, force=force, failed=failed)
+            last[:] = [(marked, root)]
+            if not marked.dead and not marked.note:
+                raise _Nothing
+            page = shelf.put(transaction, "page", encode_page(marked.page), keep=False)
+            return root.next(horizon=marked.horizon, collector=page)
+
+        try:
+            landed = swap.change(shelf, make, transaction, seen)
+        except _Nothing:
+            return last[0]
+        except Expired:
+            # Another collector was faster, and its horizon has passed this one.
+            if attempt == swap.ATTEMPTS - 1:
+                raise
+            seen = swap.must_read(shelf.store)
+            continue
+        return last[0][0], landed.root
+    raise AssertionError
+
+
+def _sweep(store: Store, sight: Sight, grace: float, total: Collection) -> None:
+    """Delete what no root ever names: pins that have died, probes and half-written files that were left lying."""
+    stale = list(pins.read(store, sight.now - grace).stale)
+    old = sight.now - max(grace, DAY)
+    stale += [one.key for one in sight.probes if one.modified < old]
+    failed = delete(store, stale)
+    total.failed = {**total.failed, **failed}
+    for name in stale:
+        if name not in failed:
+            total.deleted.add(name.partition("/")[0], 0)
+    if isinstance(store, Sweeps):
+        for size in store.sweep(old):
+            total.deleted.add("temporary", size)
+
+
+def _weighed(sight: Sight, name: str) -> tuple[str, int]:
+    parsed, one = sight.objects[name]
+    return parsed.kind, one.size
+
+
+def _report(total: Collection, sight: Sight, left: Sight, marked: Marked, root: Root) -> None:
+    if not total.sequence:
+        total.listed, total.foreign, total.now = sight.tally, sight.foreign, sight.now
+    total.sequence, total.horizon = root.sequence, root.horizon
+    for what in ("live", "pinned", "young", "waiting"):
+        tally = Tally()
+        for name in getattr(marked, what):
+            tally.add(*_weighed(left, name))
+        setattr(total, what, tally)
+    for name in marked.dead:
+        total.condemned.add(*_weighed(left, name))
