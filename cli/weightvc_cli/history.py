@@ -133,8 +133,8 @@ def show(settings: Settings, ref: str) -> None:
         entry = repository.entry(ref)
         version, place = entry.version, entry.place
         assert version is not None
+        files = repository.files(version.id)  # raises Expired
         assert place is not None
-        files = repository.files(version.id)
         if settings.json:
             more = {"manifest": place.manifest, "files": [{"path": p, "bytes": n} for p, n in files.items()]}
             click.echo(as_json(entry_json(entry) | _named(names, entry) | more))

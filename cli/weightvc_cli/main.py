@@ -34,6 +34,9 @@ COMMANDS: Final = {
     "revert": "refs",
     "plan": "ways",
     "compact": "ways",
+    "expire": "maintenance",
+    "gc": "maintenance",
+    "maintain": "maintenance",
 }
 INTERRUPTED: Final = 130
 CLOSED_PIPE: Final = 141

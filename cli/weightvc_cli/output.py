@@ -113,7 +113,8 @@ def weight(entry: "Entry") -> str:
     """What a version took: its patch, how much of it changed, and how much smaller than the whole that is."""
     version, place = entry.version, entry.place
     assert version is not None
-    assert place is not None
+    if place is None or entry.expired is not None:
+        return "no more: it has expired"
     parts = []
     if (patch := patch_of(entry)) is not None:
         parts += [f"patch {size(patch.nbytes)}", f"{share(density(entry))} changed"]
@@ -128,7 +129,7 @@ def entry_json(entry: "Entry") -> dict[str, Any]:
     """A version as JSON says it; docs/cli.md lists the fields."""
     version, place = entry.version, entry.place
     assert version is not None
-    assert place is not None
+    edges, ways = (place.edges, place.ways) if place is not None else ((), ())
     return {
         "id": version.id,
         "parents": list(version.parents),
@@ -146,9 +147,10 @@ def entry_json(entry: "Entry") -> dict[str, Any]:
         "changed": changed(entry),
         "density": density(entry),
         "full_bytes": version.nbytes,
-        "bytes": place.nbytes,
-        "edges": [_edge_json(edge) for edge in place.edges],
-        "ways": [_edge_json(edge) for way in place.ways for edge in way.edges],
+        "bytes": place.nbytes if place is not None else 0,
+        "edges": [_edge_json(edge) for edge in edges],
+        "ways": [_edge_json(edge) for way in ways for edge in way.edges],
+        "expired": place is None or entry.expired is not None,
     }
 
 

@@ -15,23 +15,33 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name", required=False)
 @click.argument("ref", required=False)
-@click.option("-d", "--delete", metavar="NAME", help="Delete a branch; its versions stay.")
+@click.option("-d", "--delete", metavar="NAME", help="Delete a branch; its versions stay until they expire.")
+@click.option("--restore", metavar="NAME", help="Make a deleted branch again, where it was.")
 @click.option("--default", metavar="NAME", help="Let HEAD mean this branch.")
 @json_option
 @repository_option
 @click.pass_obj
-def branch(settings: Settings, name: str | None, ref: str | None, delete: str | None, default: str | None) -> None:
+def branch(
+    settings: Settings,
+    name: str | None,
+    ref: str | None,
+    delete: str | None,
+    restore: str | None,
+    default: str | None,
+) -> None:
     """List or make branches.
 
     With NAME: make one at REF (HEAD unless given).
     """
-    if sum(value is not None for value in (name, delete, default)) > 1:
-        raise click.UsageError("make, delete, or set the default: one at a time")
+    if sum(value is not None for value in (name, delete, restore, default)) > 1:
+        raise click.UsageError("make, delete, restore, or set the default: one at a time")
     with settings.open() as repository:
         if name is not None:
             report_version(settings, f"branch {name}", repository.branch(name, ref or "HEAD"))
         elif delete is not None:
             _gone(settings, "branch", delete, repository.delete_branch(delete))
+        elif restore is not None:
+            report_version(settings, f"branch {restore}", repository.restore_branch(restore))
         elif default is not None:
             repository.set_default_branch(default)
             click.echo(as_json({"default": default}) if settings.json else f"HEAD means {default}")

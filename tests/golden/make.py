@@ -29,8 +29,9 @@ import numpy as np
 
 import weightvc
 from tests.kit.weights import Bits, Tensor, Weights, bf, file_bytes, files_below, flipped, tensor, write_shards
-from weightvc.objects import dtypes, key, manifest, root, version
-from weightvc.protocol import coder, commit, compact, swap
+from weightvc.objects import dtypes, frame, key, manifest, root, version
+from weightvc.objects.retention import Policy, Rules
+from weightvc.protocol import coder, collect, commit, compact, live, pins, swap
 from weightvc.repository import Repository
 
 REPOSITORIES = HERE / "repositories"
@@ -42,6 +43,8 @@ class Golden:
     def __init__(self, path: Path) -> None:
         self.repository: Repository = weightvc.init(path, cache=None, author="golden")
         self.versions: list[dict[str, Any]] = []
+        self.kept: set[str] | None = None
+        """Versions that can still be read; None: all of them."""
 
     def commit(self, weights: Weights, files: Mapping[str, bytes] | None = None, **options: Any) -> str:
         """Commit tensors: from memory, or as `files`, which hold exactly them. Returns the id."""
@@ -88,7 +91,9 @@ class Golden:
 
     def expected(self) -> dict[str, Any]:
         """What expected.json says."""
+        kept = {} if self.kept is None else {"kept": sorted(self.kept)}
         return {
+            **kept,
             "default": self.repository.default_branch,
             "branches": self.repository.branches(),
             "tags": self.repository.tags(),
@@ -401,6 +406,41 @@ def make_fresh(golden: Golden) -> None:
     """A repository without a version."""
 
 
+def make_retention(golden: Golden) -> None:
+    """Versions kept, stepping stones, and expired; a policy, the collector's page, pins, a copy of the root.
+
+    It lies apart: not all of its versions can be read.
+    """
+    repository = golden.repository
+    weights: Weights = {("", "w"): normal("BF16", 300, 0)}
+    for step in range(8):
+        golden.commit(weights, step=step, base=step % 3 == 0)
+        weights["", "w"] = stepped(weights["", "w"], 0.2, 1, step)
+    golden.commit(weights, branch="gone", expect="", message="of a branch that is deleted")
+    repository.delete_branch("gone")
+    repository.tag("release", "main@{step=1}")
+    policy = Policy({"*": Rules(last=1, meta={"keep": True}), "exp": Rules(within=86400)}, None)
+    found = repository.expire(policy, save=True)
+    golden.kept = {one.version.id for one in found.decisions if one.state == "kept"}
+    transaction = key.Transaction(1)
+    dead = frame.header(frame.PACK) + b"named by nothing"
+    name = transaction.key("pack", dead)
+    repository.store.put(name, dead)
+    begun = key.Transaction(repository.refresh().sequence)
+
+    def condemn(old: root.Root) -> root.Root:
+        page = collect.Page(((4, 1_767_225_600_000_000), (9, 1_767_225_601_000_000)), (name,), 1_767_225_602_000_000)
+        return old.next(
+            horizon=4, collector=repository._shelf.put(begun, "page", collect.encode_page(page), keep=False)
+        )
+
+    swap.change(repository._shelf, condemn, begun)
+    head = repository.entry("main")
+    pins.Holder(repository.store, names=live.named(head), versions=[head.new or ""], lifetime=600).take()
+    pins.Holder(repository.store, begin=7).take()
+    repository.copy_root()
+
+
 MAKERS: dict[str, Callable[[Golden], None]] = {
     name.removeprefix("make_"): made for name, made in list(globals().items()) if name.startswith("make_")
 }
@@ -421,6 +461,7 @@ def fixed(name: str) -> Iterator[None]:
     with (
         mock.patch.object(key, "secrets", chance),
         mock.patch.object(root, "secrets", chance),
+        mock.patch.object(pins, "secrets", chance),
         mock.patch.object(version, "time", SimpleNamespace(time_ns=time_ns)),
         mock.patch.object(time, "time_ns", time_ns),
         mock.patch.object(commit, "ThreadPoolExecutor", lambda _, prefix: ThreadPoolExecutor(1, prefix)),
@@ -442,12 +483,17 @@ def make(name: str, directory: Path) -> None:
     (directory / "expected.json").write_text(f'{rest[:-1]}, "versions": [\n{versions}\n]}}\n')
 
 
+def place(name: str) -> Path:
+    """Where a golden repository lies."""
+    return HERE / name if name == "retention" else REPOSITORIES / name
+
+
 def main() -> None:
     """Make those that are named, or else those that are not there: what an earlier writer made is never replaced."""
-    for name in sys.argv[1:] or [name for name in MAKERS if not (REPOSITORIES / name).exists()]:
-        shutil.rmtree(REPOSITORIES / name, ignore_errors=True)
-        make(name, REPOSITORIES / name)
-        size = sum(path.stat().st_size for path in (REPOSITORIES / name).rglob("*") if path.is_file())
+    for name in sys.argv[1:] or [name for name in MAKERS if not place(name).exists()]:
+        shutil.rmtree(place(name), ignore_errors=True)
+        make(name, place(name))
+        size = sum(path.stat().st_size for path in place(name).rglob("*") if path.is_file())
         print(f"{name}: {size} bytes")
 
 

@@ -1,0 +1,323 @@
+"""Commands that keep a repository in order: expire, gc, maintain."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weightvc.errors import Conflict, StateUnknown, StoreError
+from weightvc_cli.output import as_json, first_line, shown, size, table
+from weightvc_cli.settings import Settings, json_option, repository_option
+
+if TYPE_CHECKING:
+    from weightvc.protocol.collect import Collection, Tally
+    from weightvc.protocol.expire import Expiry
+    from weightvc.retention import Maintenance
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+FAILED = 9
+"""Exit status where single objects could not be deleted."""
+
+
+class Duration(click.ParamType[int]):
+    """A time such as 90s, 10m, 1h, 7d or 2w; a bare number is seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", value)
+        if match is None:
+            self.fail(f"{value!r} is no time: write 90s, 10m, 1h or 7d", param, ctx)
+        return int(match[1]) * _UNITS[match[2] or "s"]
+
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command()
+@click.option("--keep-last", type=_COUNT, metavar="N", help="Keep the N newest versions of a branch.")
+@click.option("--keep-within", type=Duration(), metavar="TIME", help="Keep versions younger than this (7d).")
+@click.option("--keep-every", type=_COUNT, metavar="N", help="Keep versions whose generation is a multiple of N.")
+@click.option("--keep-every-step", type=_COUNT, metavar="N", help="Keep versions whose step is a multiple of N.")
+@click.option("--keep-meta", multiple=True, metavar="K=V", help="Keep versions with this metadata.")
+@click.option(
+    "--keep-unreachable", type=Duration(), metavar="TIME", help="Keep what nothing leads to any more so long (30d)."
+)
+@click.option("-b", "--branch", "branches", multiple=True, metavar="NAME", help="The rules are for this branch only.")
+@click.option("--save", is_flag=True, help="Keep the policy in the repository, for later runs without options.")
+@click.option("--forget", is_flag=True, help="Keep no policy (of --branch, if that is given) any more.")
+@click.option("--show", is_flag=True, help="Show the policy that the repository keeps.")
+@click.option("-n", "--dry-run", is_flag=True, help="Only say what would become of each version.")
+@click.option("--force", is_flag=True, help="Also where there are no branches.")
+@json_option
+@repository_option
+@click.pass_obj
+def expire(
+    settings: Settings,
+    *,
+    keep_last: int | None,
+    keep_within: int | None,
+    keep_every: int | None,
+    keep_every_step: int | None,
+    keep_meta: tuple[str, ...],
+    keep_unreachable: int | None,
+    branches: tuple[str, ...],
+    save: bool,
+    forget: bool,
+    show: bool,
+    dry_run: bool,
+    force: bool,
+) -> None:
+    """Let go of versions that no rule keeps.
+
+    A version stays that any rule keeps. Heads and tagged versions always do. Without rules, the policy that the
+    repository keeps is followed. `weightvc gc` then frees the space.
+    """
+    from weightvc.objects.retention import ALL, UNREACHABLE, Policy, Rules, to_json
+
+    rules = Rules(keep_last, keep_within, keep_every, keep_every_step, dict(map(_meta, keep_meta)))
+    with settings.open() as repository:
+        if show or forget:
+            kept = repository.policy()
+            if forget:
+                kept = repository.forget_policy(branches)
+            click.echo(as_json(to_json(kept) if kept is not None else None))
+            return
+        given: Policy | None = None
+        if rules != Rules() or keep_unreachable is not None:
+            named = dict.fromkeys(branches or [ALL], rules) if rules != Rules() else {}
+            given = Policy(named, None if branches else UNREACHABLE)
+            if save and (kept := repository.policy()) is not None:
+                given = Policy({**kept.branches, **named}, kept.unreachable)
+            if keep_unreachable is not None:
+                given = replace(given, unreachable=keep_unreachable)
+        elif branches:
+            raise click.UsageError("say what to keep of the branch")
+        result = repository.expire(given, save=save, force=force, dry_run=dry_run)
+        report_expiry(settings, result, dry_run=dry_run)
+
+
+def _meta(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.UsageError(f"{text!r}: metadata is given as K=V")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def report_expiry(settings: Settings, result: "Expiry", *, dry_run: bool) -> None:
+    """Each version with the rule that keeps it, and a sum."""
+    if settings.json:
+        click.echo(as_json(expiry_json(result) | {"dry_run": dry_run}))
+        return
+    words = {"kept": "keep", "stone": "step", "expired": "expire"}
+    rows = [
+        (
+            words[one.state],
+            one.version.short,
+            "" if one.version.step is None else f"[step {one.version.step}]",
+            size(one.nbytes),
+            f"{shown(one.rule)}  {first_line(one.version.message)}".rstrip(),
+        )
+        for one in result.decisions
+    ]
+    for line in table(rows, "lllrl") if rows else ():
+        click.echo(line)
+    counts = {state: sum(one.state == state for one in result.decisions) for state in words}
+    verb = "would be" if dry_run else "are"
+    click.echo(
+        f"{counts['kept']} kept, {counts['stone']} kept as steps, {counts['expired']} {verb} let go of; "
+        f"{size(result.released)} for `weightvc gc` to free"
+    )
+
+
+def expiry_json(result: "Expiry") -> dict[str, Any]:
+    """What expire() decided, as JSON says it."""
+    from weightvc.objects.retention import to_json
+
+    return {
+        "policy": to_json(result.policy),
+        "released": result.released,
+        "versions": [
+            {
+                "id": one.version.id,
+                "step": one.version.step,
+                "branch": one.branch,
+                "state": one.state,
+                "rule": one.rule,
+                "bytes": one.nbytes,
+            }
+            for one in result.decisions
+        ],
+    }
+
+
+@click.command()
+@click.option("--grace", type=Duration(), default="1h", metavar="TIME", help="How long what is dead is left (1h).")
+@click.option("--every", type=Duration(), metavar="TIME", help="Go on for ever, a run each TIME.")
+@click.option("-n", "--dry-run", is_flag=True, help="Only say what a run would do.")
+@click.option("--force", is_flag=True, help="Also where it looks like a mistake.")
+@json_option
+@repository_option
+@click.pass_obj
+def gc(settings: Settings, grace: int, every: int | None, dry_run: bool, force: bool) -> int:
+    """Free the space of what nothing refers to.
+
+    Two runs are needed, a grace period apart: one condemns, the other deletes. With --grace 0s one run does all of
+    it, for repositories that nobody uses meanwhile.
+    """
+
+    def once() -> int:
+        with settings.open() as repository:
+            result = repository.gc(grace=grace, force=force, dry_run=dry_run)
+            return report_collection(settings, result, dry_run=dry_run)
+
+    return once() if every is None else _for_ever(settings, every, once)
+
+
+def _for_ever(settings: Settings, every: int, once: Callable[[], int]) -> int:
+    import sys
+
+    while True:
+        try:
+            once()
+        except (StoreError, Conflict, StateUnknown) as error:
+            # What passes by itself does not end the service; whatever else is wrong does.
+            settings.note(f"{error}; the next run goes on")
+        sys.stdout.flush()
+        time.sleep(every)
+
+
+_WHAT = (
+    ("live", "named by the root"),
+    ("pinned", "pinned by readers and copies of the root"),
+    ("young", "named by nothing, too young"),
+    ("waiting", "condemned before, waiting"),
+    ("condemned", "condemned now"),
+    ("deleted", "deleted"),
+    ("foreign", "not ours, left alone"),
+)
+
+
+def report_collection(settings: Settings, result: "Collection", *, dry_run: bool) -> int:
+    """Objects and bytes, by kind; returns the exit status."""
+    if settings.json:
+        click.echo(as_json(collection_json(result) | {"dry_run": dry_run}))
+    else:
+        rows = [
+            (name, str(tally.objects.total()), size(tally.bytes.total()), _kinds(tally, says))
+            for name, says in (("listed", "all that is ours"), *_WHAT)
+            if (tally := getattr(result, name)).objects or name in ("listed", "live", "deleted")
+        ]
+        for line in table(rows, "lrrl"):
+            click.echo(line)
+        if dry_run:
+            click.echo("nothing was changed: this was a dry run")
+    for name, error in result.failed.items():
+        settings.note(f"{name} could not be deleted: {error}")
+    return FAILED if result.failed else 0
+
+
+def _kinds(tally: "Tally", says: str) -> str:
+    parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in sorted(tally.objects.items())]
+    return f"{says}: {', '.join(parts)}" if parts else says
+
+
+def collection_json(result: "Collection") -> dict[str, Any]:
+    """What gc() did, as JSON says it."""
+    out: dict[str, Any] = {"sequence": result.sequence, "horizon": result.horizon}
+    for name in ("listed", *(name for name, _ in _WHAT)):
+        tally: Tally = getattr(result, name)
+        out[name] = {
+            "objects": tally.objects.total(),
+            "bytes": tally.bytes.total(),
+            "kinds": {kind: [tally.objects[kind], tally.bytes[kind]] for kind in sorted(tally.objects)},
+        }
+    out["failed"] = {name: str(error) for name, error in result.failed.items()}
+    return out
+
+
+@click.command()
+@click.option("--grace", type=Duration(), default="1h", metavar="TIME", help="As for gc (1h).")
+@click.option("--every", type=Duration(), metavar="TIME", help="Go on for ever, a run each TIME.")
+@click.option("--no-compact", is_flag=True, help="Leave compaction out.")
+@click.option("--metrics", type=click.Path(dir_okay=False), metavar="FILE", help="Append a line of JSON a run.")
+@click.option("--prometheus", type=click.Path(dir_okay=False), metavar="FILE", help="Write metrics for Prometheus.")
+@click.option("--force", is_flag=True, help="Also where it looks like a mistake.")
+@json_option
+@repository_option
+@click.pass_obj
+def maintain(
+    settings: Settings,
+    grace: int,
+    every: int | None,
+    no_compact: bool,
+    metrics: str | None,
+    prometheus: str | None,
+    force: bool,
+) -> int:
+    """Do all that a repository wants done regularly.
+
+    Expire by the policy that it keeps, compact, collect garbage, and keep a copy of the root: one job to schedule.
+    """
+
+    def once() -> int:
+        with settings.open() as repository:
+            done = repository.maintain(grace=grace, force=force, compact=not no_compact)
+            _write_metrics(repository.url, done, metrics, prometheus)
+            return _report(settings, done)
+
+    return once() if every is None else _for_ever(settings, every, once)
+
+
+def _report(settings: Settings, done: "Maintenance") -> int:
+    assert done.collection is not None
+    if settings.json:
+        out = {
+            "expire": None if done.expiry is None else expiry_json(done.expiry),
+            "compact": None if done.compaction is None else asdict(done.compaction),
+            "gc": collection_json(done.collection),
+            "copy": done.copy,
+            "seconds": done.seconds,
+        }
+        click.echo(as_json(out))
+        return FAILED if done.collection.failed else 0
+    if done.expiry is None:
+        click.echo("expire: no policy is kept (`weightvc expire --save`)")
+    else:
+        gone = sum(one.state == "expired" for one in done.expiry.decisions)
+        click.echo(f"expire: {gone} of {len(done.expiry.decisions)} versions let go of")
+    if (made := done.compaction) is not None:
+        click.echo(f"compact: {made.patches} patches, {made.back} back, {made.bases} bases, {size(made.nbytes)}")
+    code = report_collection(settings, done.collection, dry_run=False)
+    click.echo(f"copy of the root: {done.copy}")
+    return code
+
+
+def _write_metrics(url: str, done: "Maintenance", lines: str | None, prometheus: str | None) -> None:
+    from weightvc.retention import metrics, write_atomically
+
+    found = metrics(done)
+    now = time.time()
+    if lines is not None:
+        with open(lines, "a") as file:
+            file.write(as_json({"time": now, "repository": url, **found}) + "\n")
+    if prometheus is not None:
+        text, named = [], ""
+        for name, value in [*found.items(), ("time", now)]:
+            metric, _, what = name.partition("/")
+            if metric != named:
+                text.append(f"# TYPE weightvc_{metric} gauge")
+                named = metric
+            labels = {"repository": url} | ({"what": what} if what else {})
+            inside = ",".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in labels.items())
+            text.append(f"weightvc_{metric}{{{inside}}} {value!r}")
+        write_atomically(prometheus, "\n".join(text) + "\n")

@@ -1,0 +1,173 @@
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.cli.conftest import Shell, command
+from tests.kit.servers import Place
+
+
+def fill(shell: Shell, count: int) -> list[str]:
+    shell.run("init")
+    return [shell.commit(i, "--base", "--meta", f"good={'true' if i == 1 else 'false'}") for i in range(count)]
+
+
+def names(shell: Shell) -> set[str]:
+    root = shell.cwd / ".weightvc"
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} - {".lock"}
+
+
+def test_expire_says_what_keeps_each_version(shell: Shell) -> None:
+    ids = fill(shell, 5)
+    out = shell.out("expire", "--keep-last", "2", "--keep-meta", "good=true", "--dry-run")
+    lines = out.splitlines()
+    assert [line.split()[:2] for line in lines[:5]] == [
+        ["keep", ids[4][:12]],
+        ["keep", ids[3][:12]],
+        ["expire", ids[2][:12]],
+        ["keep", ids[1][:12]],
+        ["expire", ids[0][:12]],
+    ]
+    for line, rule in zip(
+        lines, ["head of main", "last 2 of main", "no rule keeps it", "meta good=true of main", "no rule keeps it"]
+    ):
+        assert rule in line
+    assert lines[5].startswith("3 kept, 0 kept as steps, 2 would be let go of; ")
+    assert [entry["expired"] for entry in shell.json("log")] == [False] * 5
+    made = shell.json("expire", "--keep-last", "2", "--keep-meta", "good=true")
+    assert [one["state"] for one in made["versions"]] == ["kept", "kept", "expired", "kept", "expired"]
+    assert made["policy"] == {"branches": {"*": {"last": 2, "meta": {"good": True}}}, "unreachable": 30 * 86400}
+    assert not made["dry_run"]
+    assert [entry["expired"] for entry in shell.json("log")] == [False, False, True, False, True]
+    assert "it has expired" in shell.out("log")
+    assert "expired" in shell.fails(6, "checkout", ids[0], "out")
+    assert "expired" in shell.fails(6, "show", "main~2")
+    shell.run("checkout", "main~1", "out")
+
+
+def test_a_policy_is_saved_shown_and_forgotten(shell: Shell) -> None:
+    fill(shell, 3)
+    assert "--save" in shell.fails(8, "expire")
+    assert shell.json("expire", "--show") is None
+    shell.run("expire", "--keep-last", "2", "--save")
+    shell.run("expire", "-b", "exp", "--keep-within", "7d", "--save")
+    kept = {"branches": {"*": {"last": 2}, "exp": {"within": 7 * 86400}}, "unreachable": 30 * 86400}
+    assert shell.json("expire", "--show") == kept
+    # What is not said again stays as it was.
+    shell.run("expire", "--keep-unreachable", "90d", "--save")
+    shell.run("expire", "--keep-last", "2", "--save")
+    kept["unreachable"] = 90 * 86400
+    assert shell.json("expire", "--show") == kept
+    assert [one["state"] for one in shell.json("expire")["versions"]] == ["kept", "kept"]
+    assert shell.json("expire", "--forget", "-b", "exp")["branches"] == {"*": {"last": 2}}
+    assert shell.json("expire", "--forget") is None
+    for bad in (["--keep-last", "0"], ["--keep-within", "7y"], ["-b", "main"], ["--keep-meta", "novalue"]):
+        shell.fails(2, "expire", *bad)
+
+
+def test_gc_frees_what_was_let_go_of(shell: Shell) -> None:
+    fill(shell, 4)
+    before = names(shell)
+    shell.run("expire", "--keep-last", "1")
+    assert shell.json("gc")["deleted"]["objects"] == 0  # noted, and left for an hour
+    said = shell.json("gc", "--grace", "0s", "--force", "--dry-run")
+    assert said["dry_run"]
+    assert len(names(shell) & before) == len(before)
+    out = shell.out("gc", "--grace", "0s", "--force")
+    assert "3 manifests" in out
+    assert out.splitlines()[0].startswith("listed")
+    gone = before - names(shell)
+    assert sum(name.startswith("manifest/") for name in gone) == 3
+    assert shell.json("gc", "--grace", "0s", "--force")["deleted"]["objects"] == 0
+    shell.run("checkout", "main", "out")
+    assert shell.json("verify", "out")["ok"]
+    shell.fails(2, "gc", "--grace", "soon")
+
+
+def test_gc_over_and_over(shell: Shell) -> None:
+    fill(shell, 2)
+    shell.run("expire", "--keep-last", "1")
+    child = subprocess.Popen(
+        [*command(), "gc", "--grace", "0s", "--every", "1s", "--json", "--force"],
+        cwd=shell.cwd, env=shell.env, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    runs = [json.loads(child.stdout.readline()) for _ in range(2)]
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) in (130, -signal.SIGINT)
+    assert [run["deleted"]["kinds"].get("manifest") is not None for run in runs] == [True, False]
+
+
+def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
+    ids = fill(shell, 4)
+    shell.run("expire", "--keep-last", "9", "--save")
+    shell.run("expire", "--keep-last", "2", "--save", "--dry-run")
+    shell.commit(5)
+    lines, prometheus = tmp_path / "metrics.jsonl", tmp_path / "weightvc.prom"
+    shell.run("expire", "--keep-last", "1", "--save")
+    done = shell.json(
+        "maintain", "--grace", "0s", "--force", "--metrics", str(lines), "--prometheus", str(prometheus)
+    )
+    assert [one["state"] for one in done["expire"]["versions"]] == ["kept", "stone"]
+    assert done["gc"]["deleted"]["kinds"]["manifest"][0] == 3
+    assert done["copy"] in names(shell)
+    out = shell.out("maintain", "--metrics", str(lines))
+    assert out.startswith("expire: 0 of 2 versions let go of\n")
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [one["objects/live"] > 0 for one in found] == [True, True]
+    assert found[0]["versions/kept"] == 1
+    text = prometheus.read_text()
+    assert "# TYPE weightvc_objects gauge\n" in text
+    assert f'weightvc_bytes{{repository={json.dumps(str(shell.cwd / ".weightvc"))},what="live"}} ' in text
+    assert os.listdir(tmp_path).count("weightvc.prom") == 1
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    assert shell.json("show")["parents"] == [ids[3]]
+    shell.run("checkout", "main", "out")
+
+
+def test_many_copies_of_the_root_do_not_pile_up(shell: Shell) -> None:
+    import weightvc
+
+    fill(shell, 1)
+    repository = weightvc.open(shell.cwd / ".weightvc", cache=None)
+    for i in range(20):
+        repository.copy_root()
+        repository.branch(f"b{i}")
+    copies = sorted(name for name in names(shell) if name.startswith("root.d/"))
+    assert len(copies) == 16
+    assert copies[-1] > copies[0]
+
+
+def test_a_deleted_branch_is_restored(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("branch", "-d", "exp")
+    shell.fails(3, "show", "exp")
+    assert shell.json("branch", "--restore", "exp")["id"] == history["exp1"]
+    assert shell.json("show", "exp")["id"] == history["exp1"]
+    assert "exists" in shell.fails(4, "branch", "--restore", "exp")
+    assert "ever deleted" in shell.fails(3, "branch", "--restore", "nothing")
+    assert [move["op"] for move in shell.json("reflog", "exp")] == ["restore", "delete", "commit", "branch"]
+
+
+def test_on_real_s3(shell: Shell, s3_place: Place) -> None:
+    shell.env |= {
+        "WEIGHTVC_REPO": s3_place.url,
+        "AWS_ACCESS_KEY_ID": str(s3_place.options["access_key"]),
+        "AWS_SECRET_ACCESS_KEY": str(s3_place.options["secret_key"]),
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": str(s3_place.options["endpoint_url"]),
+    }
+    shell.run("init")
+    for i in range(3):
+        shell.commit(i, "--base")
+    shell.run("expire", "--keep-last", "1")
+    done = shell.json("gc", "--grace", "1s")
+    assert done["deleted"]["objects"] == 0
+    for _ in range(8):
+        time.sleep(1.2)
+        done = shell.json("gc", "--grace", "1s")
+        if done["deleted"]["objects"]:
+            break
+    assert done["deleted"]["kinds"]["manifest"][0] == 2
+    shell.run("checkout", "main", "out")
