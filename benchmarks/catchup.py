@@ -3,8 +3,8 @@
     python benchmarks/catchup.py [--versions 1000] [--elements 8388608]
 
 Makes a run of bf16 weights in a local repository. In a step 0.86 % of them move by one unit in the last place, most
-of them back and forth, with rates by a power law, so that what differs grows with distance as k^0.25: as published for
-late training (0.86 % after 1 step, 1.17 after 4, 1.40 after 8, 1.96 after 32). Then a reader that holds the first
+of them back and forth, with rates by a power law, so that what differs grows with distance as k^0.25: as published
+for late training (0.86 % after 1 step, 1.17 after 4, 1.40 after 8, 1.96 after 32). Then a reader that holds the first
 version loads the last one, and one that holds nothing does, before and after compaction. Every load is checked.
 """
 

@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from weightvc.objects.retention import Policy, Rules
     from weightvc.objects.version import Edge, Version
     from weightvc.protocol.compact import Compacted
+    from weightvc.protocol.fsck import Report
     from weightvc.protocol.plan import Plan
-    from weightvc.repository import Repository, init, open
+    from weightvc.protocol.rebuild import Rebuilt
+    from weightvc.protocol.survey import Damage, Sufferer
+    from weightvc.repository import Repository, fsck, init, open
     from weightvc.worktree import Status, Verification
 
 __version__ = "0.1.0"
@@ -56,7 +59,12 @@ _LAZY = {
     "Edge": "weightvc.objects.version",
     "Plan": "weightvc.protocol.plan",
     "Version": "weightvc.objects.version",
+    "Damage": "weightvc.protocol.survey",
+    "Rebuilt": "weightvc.protocol.rebuild",
+    "Report": "weightvc.protocol.fsck",
     "Repository": "weightvc.repository",
+    "Sufferer": "weightvc.protocol.survey",
+    "fsck": "weightvc.repository",
     "init": "weightvc.repository",
     "open": "weightvc.repository",
     "Status": "weightvc.worktree",
@@ -72,6 +80,7 @@ __all__ = [
     "Compacted",
     "Conflict",
     "Corrupt",
+    "Damage",
     "Diff",
     "Edge",
     "Expired",
@@ -81,13 +90,16 @@ __all__ = [
     "Plan",
     "Policy",
     "PreconditionFailed",
+    "Rebuilt",
     "RefNotFound",
     "Refused",
+    "Report",
     "Repository",
     "Rules",
     "StateUnknown",
     "Status",
     "StoreError",
+    "Sufferer",
     "TensorDiff",
     "TensorNotFound",
     "Unavailable",
@@ -98,6 +110,7 @@ __all__ = [
     "WeightvcError",
     "WeightvcWarning",
     "diff",
+    "fsck",
     "init",
     "open",
 ]

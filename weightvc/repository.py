@@ -26,12 +26,14 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version, check_words
 from weightvc.protocol import swap
 from weightvc.protocol.refs import Refs, check_name, moved
+from weightvc.recovery import Recovery
 from weightvc.retention import Retention
 
 if TYPE_CHECKING:
     from weightvc.comparison import Diff
     from weightvc.protocol.checkout import Stat
     from weightvc.protocol.compact import Compacted, Report
+    from weightvc.protocol.fsck import Report as FsckReport
     from weightvc.protocol.plan import Plan
     from weightvc.protocol.stored import VersionSource
     from weightvc.sources.base import Source
@@ -80,6 +82,14 @@ def open(url: str | os.PathLike[str], *, lazy: bool = False, **options: Any) -> 
     return repository
 
 
+def fsck(
+    url: str | os.PathLike[str], *, read_data: float = 0, seed: int | None = None, **options: Any
+) -> "FsckReport":
+    """Whether the repository at a path or URL is whole: see Repository.fsck. `options` are those of open()."""
+    with open(url, lazy=True, **options) as repository:
+        return repository.fsck(read_data=read_data, seed=seed)
+
+
 def _connect(
     url: str | os.PathLike[str],
     *,
@@ -95,7 +105,7 @@ def _connect(
     return Repository(open_store(os.fspath(url), **options), held, author=author, progress=progress)
 
 
-class Repository(Retention):
+class Repository(Retention, Recovery):
     """A repository. Threads may share it; so may processes, each with an object of its own."""
 
     # Writing

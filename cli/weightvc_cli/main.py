@@ -37,6 +37,7 @@ COMMANDS: Final = {
     "expire": "maintenance",
     "gc": "maintenance",
     "maintain": "maintenance",
+    "fsck": "recovery",
 }
 INTERRUPTED: Final = 130
 CLOSED_PIPE: Final = 141

@@ -131,12 +131,14 @@ class Refs:
             name = self._root.default
         if name in self._root.branches:
             return Resolved(self.entry(self._root.branches[name]), name)
-        if self._root.tags is not None and (tagged := self.tags().get(name)) is not None:
+        # A full id names no tag: it is found even where the page of tags cannot be read.
+        full = _FULL.fullmatch(name) is not None
+        if self._root.tags is not None and not full and (tagged := self.tags().get(name)) is not None:
             return Resolved(self.entry(tagged), None)
         if _ID.fullmatch(name):
-            if len(name) == 64:
-                full = self.catalogue.find(name)
-                matches = [full] if full is not None else []
+            if full:
+                found = self.catalogue.find(name)
+                matches = [found] if found is not None else []
             else:
                 matches = self.catalogue.matching(name)
             if len(matches) == 1:

@@ -25,7 +25,7 @@ def rewritten(
     for ref in root.segments:
         old = shelf.segment(ref)
         new, changed = _edited(old, edit)
-        segments += _put(shelf, transaction, new) if changed else [ref]
+        segments += put(shelf, transaction, new) if changed else [ref]
     tail, _ = _edited(root.tail, edit)
     return tuple(tail), tuple(segments)
 
@@ -39,7 +39,7 @@ def _edited(entries: Sequence[Entry], edit: Edit) -> tuple[list[Entry], bool]:
     return out, changed
 
 
-def _put(shelf: Shelf, transaction: key.Transaction, entries: list[Entry]) -> list[SegmentRef]:
+def put(shelf: Shelf, transaction: key.Transaction, entries: list[Entry]) -> list[SegmentRef]:
     """Entries as a segment, or as several where they have outgrown one."""
     try:
         data = catalogue.encode_segment(entries)
@@ -47,5 +47,5 @@ def _put(shelf: Shelf, transaction: key.Transaction, entries: list[Entry]) -> li
         if len(entries) == 1:
             raise
         half = len(entries) // 2
-        return _put(shelf, transaction, entries[:half]) + _put(shelf, transaction, entries[half:])
+        return put(shelf, transaction, entries[:half]) + put(shelf, transaction, entries[half:])
     return [SegmentRef(shelf.put(transaction, "segment", data), len(entries))]

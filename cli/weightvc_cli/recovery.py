@@ -1,0 +1,176 @@
+"""The command that looks whether a repository is whole, and mends it: fsck."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from weightvc_cli.output import as_json, share, shown, size
+from weightvc_cli.settings import Settings, json_option, repository_option
+
+if TYPE_CHECKING:
+    from weightvc.protocol.fsck import Report
+    from weightvc.protocol.rebuild import Rebuilt
+    from weightvc.protocol.survey import Damage, Sufferer
+
+SOME: Final = 10
+"""Versions and objects that are named one by one; the rest is counted, and in --json."""
+
+
+class _Share(click.ParamType[float]):
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value).strip()
+        try:
+            found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            found = -1.0
+        if not 0 <= found <= 1:
+            self.fail(f"{value!r} is no share: give 0.1 or 10%", param, ctx)
+        return found
+
+
+@click.command()
+@click.option(
+    "--read-data",
+    type=_Share(),
+    is_flag=False,
+    flag_value=1.0,
+    default=0.0,
+    metavar="[SHARE]",
+    help="Read objects too and build trees: all, or a share of them (0.1, 10%).",
+)
+@click.option("--seed", type=click.IntRange(0), help="Which share: the same seed chooses the same again.")
+@click.option("--repair", is_flag=True, help="Put back what is bad, and lead the catalogue around it.")
+@click.option(
+    "--from",
+    "sources",
+    multiple=True,
+    type=click.Path(),
+    metavar="PATH",
+    help="With --repair: a checkout, a file, a cache or a copy of the repository to take from; as often as needed.",
+)
+@click.option("--rebuild-root", is_flag=True, help="Write the root anew where it is missing or corrupt.")
+@click.option("--adopt", is_flag=True, help="With --rebuild-root: catalogue versions that only manifests tell of.")
+@json_option
+@repository_option
+@click.pass_obj
+def fsck(
+    settings: Settings,
+    read_data: float,
+    seed: int | None,
+    repair: bool,
+    sources: Sequence[str],
+    rebuild_root: bool,
+    adopt: bool,
+) -> None:
+    """Look whether the repository is whole.
+
+    All that the root names has to be there, and to have the size that it should; with --read-data, its bytes have to
+    be right as well. The exit status is 7 if something is missing or bad.
+    """
+    from weightvc.errors import Corrupt
+
+    if sources and not repair:
+        raise click.UsageError("--from is for --repair")
+    if adopt and not rebuild_root:
+        raise click.UsageError("--adopt is for --rebuild-root")
+    with settings.open(what="fsck") as repository:
+        made = repository.rebuild_root(adopt=adopt) if rebuild_root else None
+        if made is not None and not settings.json:
+            _print_rebuilt(made)
+        report = repository.fsck(read_data=read_data, seed=seed, repair=repair, sources=sources)
+    if settings.json:
+        fields = asdict(report) | {"ok": report.ok, "rebuilt": None if made is None else asdict(made)}
+        click.echo(as_json(fields))
+    else:
+        _print(report)
+    if not report.ok:
+        if report.sequence is None:
+            raise Corrupt(f"{report.url} has no root that can be read: see `weightvc fsck --rebuild-root`")
+        mend = "" if repair else ": see `weightvc fsck --repair`"
+        raise Corrupt(
+            f"{report.url} is not whole: {_count(len(report.damages), 'object')} missing or bad, "
+            f"{_count(len(report.lost), 'version')} that cannot be read{mend}"
+        )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _print(report: "Report") -> None:
+    for line in report.repaired:
+        click.echo(f"repaired: {shown(line)}")
+    for damage in report.damages[:SOME]:
+        _print_damage(damage)
+    if len(report.damages) > SOME:
+        click.echo(f"and {_count(len(report.damages) - SOME, 'object')} more; --json names all")
+    if report.lost:
+        click.echo(f"cannot be read: {_named(report.lost)}")
+    if report.lost_entries:
+        click.echo(f"{_count(report.lost_entries, 'operation')} in segments that cannot be read")
+    for one in report.needed[:SOME]:
+        click.echo(f"needed: {shown(one)}")
+    for note in report.notes:
+        click.echo(f"note: {shown(note)}")
+    if report.sequence is None:
+        return
+    expired = f", {report.expired} expired" if report.expired else ""
+    objects = f"{_count(report.objects, 'object')}, {size(report.nbytes)}"
+    click.echo(f"{_count(report.versions, 'version')}{expired}, {objects}")
+    if report.unreferenced:
+        click.echo(f"named by nothing: {_count(report.unreferenced, 'object')}, {size(report.unreferenced_bytes)}")
+    if report.share:
+        seed = "" if report.share == 1 else f" ({share(report.share)}, --seed {report.seed})"
+        trees = _count(report.trees_built, "tree")
+        click.echo(f"read {_count(report.objects_read, 'object')}, built {trees}{seed}")
+    if report.ok:
+        click.echo("whole" if report.share == 1 else "whole, as far as it was looked at")
+
+
+def _print_damage(damage: "Damage") -> None:
+    click.echo(f"bad: {damage.key}: {shown(damage.fault)}")
+    if damage.referred:
+        more = f", and {len(damage.referred) - 3} more" if len(damage.referred) > 3 else ""
+        click.echo(f"    named by {', '.join(damage.referred[:3])}{more}")
+    for what, versions in (
+        ("lost", damage.lost),
+        ("files cannot be written", damage.files),
+        ("has another way", damage.elsewhere),
+    ):
+        if versions:
+            click.echo(f"    {what}: {_named(versions)}")
+
+
+def _named(versions: "Sequence[Sufferer]") -> str:
+    from weightvc.protocol.fsck import described
+
+    more = f", and {len(versions) - SOME} more" if len(versions) > SOME else ""
+    return ", ".join(shown(described(one)) for one in versions[:SOME]) + more
+
+
+def _print_rebuilt(made: "Rebuilt") -> None:
+    origin = f"the copy {made.copy}" if made.copy else "segments and manifests alone"
+    click.echo(f"made a root of {origin}: sequence {made.sequence}, {_count(made.versions, 'version')}")
+    for name, ident in made.branches.items():
+        click.echo(f"    branch {shown(name)}: {ident[:12]}")
+    for what, versions in (
+        ("adopted", made.adopted),
+        (
+            "not in it, and known by manifests alone (--adopt)",
+            [one for one in made.offered if one not in made.adopted],
+        ),
+        ("expired since", made.expired),
+        ("objects are missing", made.lacking),
+    ):
+        if versions:
+            click.echo(f"    {what}: {_named(versions)}")
+    if made.kept:
+        click.echo(f"    the old root's bytes are kept as {made.kept}")
+    for note in made.notes:
+        click.echo(f"note: {shown(note)}")
