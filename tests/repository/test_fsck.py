@@ -251,7 +251,7 @@ def add_way(url: str, ident: str, *, base: bool = True) -> str:
     way = Way(name, len(stream.packs), (Edge(None, stream.nbytes, made.version.elements),), size)
 
     def edit(entry):
-        if entry.new != ident:
+        if entry.new != ident or entry.place is None:
             return None
         return replace(entry, place=replace(entry.place, ways=(*entry.place.ways, way)))
 

@@ -52,10 +52,13 @@ class Repair:
     def run(self) -> None:
         """Mend what can be mended. Raises Conflict if somebody else changed what was to be mended, Expired if the
         collector went past, and what the store raises; what was put there before stays, and is right."""
+        again = {ref.key for ref in self.found.root.segments if ref.key in self.found.bad}
         self._objects()
+        if again - self.found.bad.keys():
+            self._look_again()
         if self._catalogue():
             self._look_again()
-            self._objects()
+        self._objects()
         self._transaction = key.Transaction(self.found.root.sequence)
         self._lost()
         self._broken()
