@@ -170,6 +170,7 @@ class _Builder:
         history = self._history()
         entries, offers = self._entries(history)
         operations = sorted([*entries.values(), *history.moves.values()], key=_order)
+        made.sequence = max([made.sequence, *(entry.sequence + JUMP for entry in operations)])
         since = [e for e in operations if copy is None or e.sequence > copy.sequence]
         made.branches = salvage.branches(since, copy.branches if copy is not None else None)
         self._default = copy.default if copy is not None else "main"
