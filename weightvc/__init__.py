@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from weightvc.objects.retention import Policy, Rules
     from weightvc.objects.version import Edge, Version
     from weightvc.protocol.compact import Compacted
-    from weightvc.protocol.fsck import Report
+    from weightvc.protocol.fsck import FsckReport
     from weightvc.protocol.plan import Plan
     from weightvc.protocol.rebuild import Rebuilt
     from weightvc.protocol.survey import Damage, Sufferer
@@ -61,7 +61,7 @@ _LAZY = {
     "Version": "weightvc.objects.version",
     "Damage": "weightvc.protocol.survey",
     "Rebuilt": "weightvc.protocol.rebuild",
-    "Report": "weightvc.protocol.fsck",
+    "FsckReport": "weightvc.protocol.fsck",
     "Repository": "weightvc.repository",
     "Sufferer": "weightvc.protocol.survey",
     "fsck": "weightvc.repository",
@@ -84,6 +84,7 @@ __all__ = [
     "Diff",
     "Edge",
     "Expired",
+    "FsckReport",
     "KeyExists",
     "KeyNotFound",
     "NotFound",
@@ -93,7 +94,6 @@ __all__ = [
     "Rebuilt",
     "RefNotFound",
     "Refused",
-    "Report",
     "Repository",
     "Rules",
     "StateUnknown",

@@ -9,7 +9,7 @@ from weightvc.errors import Corrupt, KeyNotFound, Refused
 from weightvc.history import History
 
 if TYPE_CHECKING:
-    from weightvc.protocol.fsck import Report
+    from weightvc.protocol.fsck import FsckReport
     from weightvc.protocol.rebuild import Rebuilt
 
 Place = str | os.PathLike[str]
@@ -25,7 +25,7 @@ class Recovery(History):
         seed: int | None = None,
         repair: bool = False,
         sources: Iterable[Place] = (),
-    ) -> "Report":
+    ) -> "FsckReport":
         """Whether all is there that the root names, and is what its name says. Works where the root is unreadable.
 
         Without `read_data` that takes one listing and reads of the root, segments and pages; sizes of objects are
@@ -70,7 +70,7 @@ class Recovery(History):
             if stock is not None:
                 stock.close()
 
-    def _rootless(self, error: Corrupt | KeyNotFound) -> "Report":
+    def _rootless(self, error: Corrupt | KeyNotFound) -> "FsckReport":
         from weightvc.protocol import fsck, rebuild
 
         try:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weightvc.comparison import Diff
     from weightvc.protocol.checkout import Stat
     from weightvc.protocol.compact import Compacted, Report
-    from weightvc.protocol.fsck import Report as FsckReport
+    from weightvc.protocol.fsck import FsckReport
     from weightvc.protocol.plan import Plan
     from weightvc.protocol.stored import VersionSource
     from weightvc.sources.base import Source

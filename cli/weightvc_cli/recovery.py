@@ -10,7 +10,7 @@ from weightvc_cli.output import as_json, share, shown, size
 from weightvc_cli.settings import Settings, json_option, repository_option
 
 if TYPE_CHECKING:
-    from weightvc.protocol.fsck import Report
+    from weightvc.protocol.fsck import FsckReport
     from weightvc.protocol.rebuild import Rebuilt
     from weightvc.protocol.survey import Damage, Sufferer
 
@@ -103,7 +103,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _print(report: "Report") -> None:
+def _print(report: "FsckReport") -> None:
     for line in report.repaired:
         click.echo(f"repaired: {shown(line)}")
     for damage in report.damages[:SOME]:

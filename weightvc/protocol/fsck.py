@@ -49,7 +49,7 @@ OBJECTS: Final = 256 << 20
 
 
 @dataclass(slots=True)
-class Report:
+class FsckReport:
     """What fsck found. `damages` is empty for a repository that is whole, as far as it was looked at."""
 
     url: str
@@ -88,10 +88,10 @@ class Report:
         return not self.damages
 
 
-def rootless(shelf: Shelf, error: WeightvcError, prospect: Rebuilt) -> Report:
+def rootless(shelf: Shelf, error: WeightvcError, prospect: Rebuilt) -> FsckReport:
     """The report for a root that cannot be read: what could be made of what is there."""
     fault = "missing" if isinstance(error, KeyNotFound) else str(error).partition("is corrupt: ")[2] or str(error)
-    made = Report(shelf.store.url, None, prospect.versions, damages=[Damage(key.ROOT, fault, ())])
+    made = FsckReport(shelf.store.url, None, prospect.versions, damages=[Damage(key.ROOT, fault, ())])
     origin = "from the catalogue's segments and the manifests"
     if prospect.copy is not None:
         origin = f"from the copy {prospect.copy}"
@@ -104,7 +104,7 @@ def rootless(shelf: Shelf, error: WeightvcError, prospect: Rebuilt) -> Report:
     return made
 
 
-def check(shelf: Shelf, *, share: float, seed: int | None, progress: Progress | None) -> tuple[Survey, Report]:
+def check(shelf: Shelf, *, share: float, seed: int | None, progress: Progress | None) -> tuple[Survey, FsckReport]:
     """Look, and read a share of what is there. Raises what the store raises; the root has to be readable."""
     found = survey(shelf)
     salvage.tell(found)
@@ -118,9 +118,9 @@ def check(shelf: Shelf, *, share: float, seed: int | None, progress: Progress | 
     return found, report(shelf, found, share, seed, reading)
 
 
-def report(shelf: Shelf, found: Survey, share: float, seed: int, reading: "_Reading | None" = None) -> Report:
+def report(shelf: Shelf, found: Survey, share: float, seed: int, reading: "_Reading | None" = None) -> FsckReport:
     """What is to be said of a survey."""
-    made = Report(shelf.store.url, found.root.sequence, len(found.entries), len(found.expired()))
+    made = FsckReport(shelf.store.url, found.root.sequence, len(found.entries), len(found.expired()))
     made.share, made.seed = share, seed
     made.damages, made.lost, made.lost_entries = found.damages(), found.lost(), found.lost_entries
     made.notes = found.notes
