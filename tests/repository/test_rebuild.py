@@ -271,7 +271,10 @@ def test_nothing_that_is_condemned_is_named(store, idents):
         assert (found.op, found.place) == ("expired", None)
     store.delete([entry.place.manifest, exp.place.manifest])  # as the collector goes on
     assert reads(store.url, idents[:2]) == [0, 1]
-    assert numbers(fresh(store.url).fsck().lost) == [3, 4, 5, 6, 7, 8]
+    report = fresh(store.url).fsck(read_data=1)
+    assert numbers(report.lost) == [3, 4, 5, 6, 7, 8]
+    assert not report.ok
+    assert "no way is catalogued" in report.damages[0].fault
     assert way not in {w.manifest for w in fresh(store.url).entry(idents[6]).place.all_ways}
 
 

@@ -29,6 +29,8 @@ from weightvc.objects import frame, key
 from weightvc.repository import Repository
 from weightvc.stores import Store, open_store
 
+twice = pytest.mark.parametrize("damage", [None, flip], ids=["missing", "one bit flipped"])
+
 
 def copy_of(store: Store, target: Path) -> Path:
     """All objects of a repository in a directory."""
@@ -166,7 +168,7 @@ def from_the_cache(url, options, damage, kind, tmp_path):
                 key.check(str(path.relative_to(tmp_path / "readers" / "objects")), path.read_bytes())
 
 
-@damaged
+@twice
 @pytest.mark.parametrize(("kind", "which"), [("manifest", 0), ("pack", 0), ("manifest", 4)])
 def test_from_a_checkout(store, idents, damage, kind, which, tmp_path):
     """A version's weights are stored whole again, under fresh names, and all that is made on them reads again."""
@@ -239,7 +241,7 @@ def test_a_source_that_cannot_be_used(store, tmp_path):
     assert fresh(store.url).refresh().sequence == sequence
 
 
-@damaged
+@twice
 def test_by_another_way(store, idents, damage):
     """What is bad is no longer named; the way that is whole comes first; no weights are written."""
     way = add_way(store.url, idents[4])
@@ -255,7 +257,7 @@ def test_by_another_way(store, idents, damage):
     whole(store.url)
 
 
-@damaged
+@twice
 def test_a_base_that_its_own_patch_replaces(memory_url, damage):
     """A version was stored whole beside its patch, and the base is bad: it is written again from the patch."""
     with tiny_format():
@@ -305,7 +307,7 @@ def test_a_tree_in_the_cache(store, idents, tmp_path):
     assert reads(store.url, idents) == list(range(9))
 
 
-@damaged
+@twice
 def test_a_segment_from_manifests(store, idents, damage):
     """Without a copy of it, the versions that others were made on are catalogued again."""
     repository = fresh(store.url)
@@ -337,7 +339,7 @@ def test_a_segment_from_those_that_it_replaced(store, idents):
     assert [(e.op, e.new) for e in fresh(store.url).reflog("main")] == reflog
 
 
-@damaged
+@twice
 def test_tags_from_operations(store, idents, damage):
     repository = fresh(store.url)
     repository.tag("v2", idents[5])

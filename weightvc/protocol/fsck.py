@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from weightvc.cache import Cache
-from weightvc.errors import Corrupt, KeyNotFound, NotFound, Unsupported, WeightvcError
+from weightvc.errors import Corrupt, Expired, KeyNotFound, NotFound, Unsupported, WeightvcError
 from weightvc.objects import frame, key, layout, manifest
 from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.manifest import Manifest, Stream, check_blocks
@@ -176,7 +176,7 @@ class _Source:
     def read(self, low: int, high: int) -> Buffer:
         try:
             return self._inner.read(low, high)
-        except (Corrupt, NotFound) as error:
+        except (Corrupt, NotFound, Expired) as error:
             raise _SourceLost(str(error)) from None
 
 
@@ -288,7 +288,7 @@ class _Reading:
         try:
             opened = resolve.opened(self._shelf, self._refs, self._refs.entry(patch.source))
             _, verified = stack.enter_context(opened)
-        except (Corrupt, NotFound) as error:
+        except (Corrupt, NotFound, Expired) as error:
             raise _SourceLost(str(error)) from None
         mapping = state.chunk_map(schema, verified.tree.schema, patch.moved)
         stream: Stream = replace(patch.stream, inline=b"")

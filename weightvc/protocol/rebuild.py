@@ -18,6 +18,7 @@ What the old root was, is kept under lost/. All uploads come before the one writ
 
 import contextlib
 import re
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,7 @@ class _Builder:
         self._operations: list[Entry] = []
         self._default = "main"
         self._deleted: dict[str, str] = {}
+        self._write = secrets.token_hex(16)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -331,25 +333,20 @@ class _Builder:
                 self.made.notes.append(f"the tag {name!r} is gone: version {ident[:12]} is not there any more")
 
     def _new(self, page: str | None, tail: list[Entry], segments: Iterable[SegmentRef]) -> Root:
-        made, copy = self.made, self._copy
-        new = roots.first(self._default, time.time_ns() // 1000, {})
-        if copy is not None:
-            new = replace(
-                new,
-                repository=copy.repository,
-                created=copy.created,
-                probe=copy.probe,
-                extra=copy.extra,
-                retention=copy.retention,
-            )
+        made = self.made
+        # What the copy says of the repository itself, fields of later writers among it, goes on.
+        new = self._copy or roots.first(self._default, time.time_ns() // 1000, {})
         return replace(
             new,
             sequence=made.sequence,
             horizon=made.sequence,
+            default=self._default,
             branches=made.branches,
             tags=page,
             tail=tuple(tail),
             segments=tuple(segments),
+            ring=(self._write,),
+            collector=None,
         )
 
 

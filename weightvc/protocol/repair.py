@@ -394,7 +394,10 @@ def needed(found: Survey) -> list[str]:
     out = []
     for damage in found.damages():
         if damage.key == key.ROOT:
-            out.append("root: see what it names, and reset the branch or delete the tag")
+            out.append(
+                "root: a branch or tag that names what is there (`weightvc reset`, `weightvc tag -d`); and for "
+                "versions without a way, checkouts of them (--from)"
+            )
             continue
         what = f"{damage.key}: its own bytes, from a cache or a copy of the repository (--from)"
         hurt = [*damage.lost[:1], *damage.elsewhere[:1]]

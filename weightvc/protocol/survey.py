@@ -383,8 +383,15 @@ def _names(found: Survey) -> None:
             f"version {ident[:12]} has the {what} {other[:12]}, which is not catalogued"
             for what, others in (("parent", entry.version.parents), ("source", sources))
             for other in others
-            if other not in found.entries and (other not in expired or what == "source")
+            if other not in found.entries and other not in expired
         ]
+    # Sources may have expired, as long as another way is left.
+    readable = found.readable()
+    faults += [
+        f"no way is catalogued that leads to version {ident[:12]}"
+        for ident, entry in found.entries.items()
+        if ident not in readable and entry.expired is None
+    ]
     if faults:
         more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
         found.bad[key.ROOT] = "; ".join(faults[:5]) + more
