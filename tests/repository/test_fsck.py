@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from weightvc.protocol.stock import digest_of
 from weightvc.repository import Repository
 from weightvc.stores import Store, open_store
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "repositories"
 WEIGHTS: Weights = {("", "w"): tensor("BF16", (200,), 0), ("", "x"): tensor("F32", (40,), 1)}
 
 
@@ -132,6 +135,22 @@ def test_a_whole_repository(again, tmp_path, share):
             assert report.trees_built == 6
             assert report.objects_read == len(named) - 1  # the root has no key
         assert reader.stats.writes == writes
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_what_earlier_versions_wrote_is_whole(name, tmp_path):
+    shutil.copytree(GOLDEN / name, tmp_path / "repository")
+    report = weightvc.fsck(tmp_path / "repository", read_data=1, cache=None)
+    assert report.ok, report.damages
+    assert report.notes == []
+    assert report.trees_built >= report.versions
+
+
+def test_an_empty_repository(memory_url):
+    weightvc.init(memory_url, cache=None)
+    report = weightvc.fsck(memory_url, read_data=1, cache=None)
+    assert report.ok
+    assert (report.versions, report.objects, report.unreferenced) == (0, 1, 0)
 
 
 def test_it_costs_one_listing_and_the_catalogue(store):

@@ -123,7 +123,7 @@ def report(shelf: Shelf, found: Survey, share: float, seed: int, reading: "_Read
     made = FsckReport(shelf.store.url, found.root.sequence, len(found.entries), len(found.expired()))
     made.share, made.seed = share, seed
     made.damages, made.lost, made.lost_entries = found.damages(), found.lost(), found.lost_entries
-    made.notes = found.notes
+    made.notes = list(dict.fromkeys(found.notes))
     if reading is not None:
         made.objects_read, made.trees_built = len(found.shelf.good), reading.trees
     try:
