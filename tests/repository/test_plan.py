@@ -225,6 +225,9 @@ def test_a_base_that_a_commit_wrote_anywhere_serves_as_well(first: int) -> None:
     made, _ = compacted(entries)
     at = finder(list(made.values()))
     assert max(plan(at, one).patches for one in made.values()) <= 12
+    bases = [version(one).generation for one in made.values() if None in {s.edge.source for s in steps_to(one)}]
+    # The next one where long spans begin, unless that is near.
+    assert bases == ([0, first, 1024] if first <= 512 else [0, first])
 
 
 def test_far_behind_takes_some_30_patches() -> None:
@@ -311,6 +314,11 @@ def test_versions_that_expired_get_no_ways_and_are_stepped_over() -> None:
             assert not 20 < version(made[ident]).generation < 60
             assert not 80 < version(made[ident]).generation < 100
     assert (entries[64].new, entries[0].new) in {(want.target, want.source) for want in asked}
+    # A line whose beginning has expired begins anew, on all rungs.
+    gone = [replace(one, op="expired", place=None, expired=9) for one in entries[:21]]
+    ways = {(version(one).generation, want.source) for want in compacted([*gone, *entries[21:]])[1]
+            for one in entries if one.new == want.target}  # fmt: skip
+    assert {(24, entries[21].new), (32, entries[21].new), (64, entries[21].new)} <= ways
 
 
 # What has to stay

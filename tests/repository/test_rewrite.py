@@ -12,7 +12,7 @@ import weightvc
 from tests.kit import history
 from weightvc.errors import Corrupt
 from weightvc.objects import frame, key
-from weightvc.objects.catalogue import Entry, Way
+from weightvc.objects.catalogue import Entry, SegmentRef, Way
 from weightvc.objects.root import Root
 from weightvc.objects.version import Edge
 from weightvc.protocol import rewrite, swap
@@ -62,6 +62,19 @@ def test_only_segments_with_a_changed_entry_are_written(long: tuple[Repository, 
     assert [entry.new for entry in log] == ids[::-1]
     assert {entry.new for entry in log if entry.place and entry.place.ways} == wanted
     assert before.ring == after.ring[:-1]
+
+
+def test_a_segment_that_was_written_is_not_written_again(long: tuple[Repository, list[str]]) -> None:
+    repository, ids = long
+    root = repository.refresh()
+    done: dict[str, tuple[SegmentRef, ...]] = {}
+    transaction = key.Transaction(root.sequence)
+    first = rewrite.rewritten(repository._shelf, root, transaction, gaining({ids[5], ids[10_000]}), done)
+    written = repository.stats.writes
+    again = rewrite.rewritten(repository._shelf, root, transaction, gaining({ids[5], ids[10_000]}), done)
+    assert repository.stats.writes == written
+    assert again == first
+    assert first[0] != root.tail
 
 
 def test_nothing_is_written_where_nothing_changes(long: tuple[Repository, list[str]]) -> None:

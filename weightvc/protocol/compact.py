@@ -20,7 +20,7 @@ from weightvc.cache import Cache
 from weightvc.errors import Corrupt, Expired, NotFound, Unsupported
 from weightvc.objects import frame, key, manifest
 from weightvc.objects import policy as policies
-from weightvc.objects.catalogue import Entry, Way
+from weightvc.objects.catalogue import Entry, SegmentRef, Way
 from weightvc.objects.manifest import Patch, Stream
 from weightvc.objects.policy import Policy
 from weightvc.objects.root import Root
@@ -68,7 +68,6 @@ class _Made:
     schema: str
     layout: str | None
     files: frozenset[str]
-    begin: int
 
 
 class _Nothing(Exception):
@@ -184,7 +183,7 @@ class Compaction:
         way = Way(name, len(stream.packs), (Edge(wanted.source, stream.nbytes, changed),), nbytes)
         if not self._pending:
             self._since = time.monotonic()
-        self._pending.append(_Made(wanted, way, made.schema, made.layout, frozenset(made.files.values()), begin))
+        self._pending.append(_Made(wanted, way, made.schema, made.layout, frozenset(made.files.values())))
         return way
 
     def _patch(self, refs: Refs, source: Entry, target: Entry, transaction: key.Transaction) -> Patch:
@@ -229,12 +228,17 @@ class Compaction:
         pending, self._pending = self._pending, []
         if not pending:
             return seen
-        transaction = key.Transaction(min(made.begin for made in pending))
+        # All of the batch began at this root; the horizon may not have passed it.
+        transaction = key.Transaction(seen.root.sequence)
         landing: list[_Made] = []
+        done: dict[str, tuple[SegmentRef, ...]] = {}
 
         def make(root: Root) -> Root:
             entries = {entry.new: entry for entry in self._shelf.catalogue(root) if entry.version is not None}
+            before = list(landing)
             landing[:] = [made for made in pending if _of_use(made, entries)]
+            if landing != before:
+                done.clear()
             if not landing:
                 raise _Nothing
             gained: dict[str, tuple[Way, ...]] = {}
@@ -247,7 +251,7 @@ class Compaction:
                     return None
                 return replace(entry, place=replace(entry.place, ways=(*entry.place.ways, *ways)))
 
-            tail, segments = rewritten(self._shelf, root, transaction, edit)
+            tail, segments = rewritten(self._shelf, root, transaction, edit, done)
             return root.next(tail=tail, segments=segments)
 
         try:

@@ -14,7 +14,7 @@ wants depends on what there is and not on when it is asked, so a second run find
 """
 
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from weightvc.objects.catalogue import Entry, Way
@@ -39,9 +39,8 @@ class Wanted(NamedTuple):
     """Whether it leads from a newer version to an older one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Cold:
-    """The cheapest way from nothing: of which base, and by which patches."""
+class _Cold(NamedTuple):
+    """The cheapest way from nothing: of which base, and by which patches. The cheaper is the smaller."""
 
     cost: int
     base: str
@@ -143,17 +142,12 @@ class Ladder:
             edge = step.edge
             if edge.source is None:
                 found = _Cold(step.cost, ident, entry.version.generation, edge.nbytes, 0, 0)
-            elif edge.source in self._cold:
-                under = self._cold[edge.source]
-                found = replace(
-                    under,
-                    cost=under.cost + step.cost,
-                    patches=under.patches + 1,
-                    patch_bytes=under.patch_bytes + edge.nbytes,
-                )
+            elif (under := self._cold.get(edge.source)) is not None:
+                cost, base, generation, base_bytes, patches, patch_bytes = under
+                found = _Cold(cost + step.cost, base, generation, base_bytes, patches + 1, patch_bytes + edge.nbytes)
             else:
                 continue
-            if best is None or (found.cost, found.base) < (best.cost, best.base):
+            if best is None or found < best:
                 best = found
         if best is not None:
             self._cold[ident] = best

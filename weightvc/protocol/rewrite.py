@@ -12,20 +12,30 @@ Edit = Callable[[Entry], Entry | None]
 
 
 def rewritten(
-    shelf: Shelf, root: Root, transaction: key.Transaction, edit: Edit
+    shelf: Shelf,
+    root: Root,
+    transaction: key.Transaction,
+    edit: Edit,
+    done: dict[str, tuple[SegmentRef, ...]] | None = None,
 ) -> tuple[tuple[Entry, ...], tuple[SegmentRef, ...]]:
     """The tail and the segments of `root` after `edit` saw every entry, oldest first: what to swap in for them.
 
     `edit` returns what stands in an entry's stead, or None to leave it as it is; entries are neither added nor
     removed. Segments without a changed entry keep their keys, the others are put under fresh ones of `transaction`.
-    Meant for the `make` of swap.change, which asks again with each root that it has to replace.
+    Meant for the `make` of swap.change, which asks again with each root that it has to replace. `done` then spares
+    work: what became of each segment, which is taken from there while `edit` does the same to the same entries.
     Raises Corrupt or NotFound for a segment that cannot be read, and what the store raises.
     """
     segments: list[SegmentRef] = []
     for ref in root.segments:
-        old = shelf.segment(ref)
-        new, changed = _edited(old, edit)
-        segments += put(shelf, transaction, new) if changed else [ref]
+        if done is not None and ref.key in done:
+            segments += done[ref.key]
+            continue
+        new, changed = _edited(shelf.segment(ref), edit)
+        made = put(shelf, transaction, new) if changed else [ref]
+        segments += made
+        if done is not None:
+            done[ref.key] = tuple(made)
     tail, _ = _edited(root.tail, edit)
     return tuple(tail), tuple(segments)
 
