@@ -36,6 +36,7 @@ from weightvc.errors import (
 )
 
 if TYPE_CHECKING:
+    from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.objects.retention import Policy, Rules
     from weightvc.objects.version import Edge, Version
@@ -45,11 +46,19 @@ if TYPE_CHECKING:
     from weightvc.protocol.rebuild import Rebuilt
     from weightvc.protocol.survey import Damage, Sufferer
     from weightvc.repository import Repository, fsck, init, open
+    from weightvc.targets import Slots, Target, Tensors
     from weightvc.worktree import Status, Verification
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Client": "weightvc.client",
+    "Timings": "weightvc.client",
+    "Update": "weightvc.client",
+    "Watch": "weightvc.client",
+    "Slots": "weightvc.targets",
+    "Target": "weightvc.targets",
+    "Tensors": "weightvc.targets",
     "Diff": "weightvc.comparison",
     "TensorDiff": "weightvc.comparison",
     "diff": "weightvc.comparison",
@@ -77,6 +86,7 @@ __all__ = [
     "BadName",
     "BadTensor",
     "BranchMoved",
+    "Client",
     "Compacted",
     "Conflict",
     "Corrupt",
@@ -96,17 +106,23 @@ __all__ = [
     "Refused",
     "Repository",
     "Rules",
+    "Slots",
     "StateUnknown",
     "Status",
     "StoreError",
     "Sufferer",
+    "Target",
     "TensorDiff",
     "TensorNotFound",
+    "Tensors",
+    "Timings",
     "Unavailable",
     "UnsafeStore",
     "Unsupported",
+    "Update",
     "Verification",
     "Version",
+    "Watch",
     "WeightvcError",
     "WeightvcWarning",
     "diff",

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +42,12 @@ def checkout(
     force: bool,
     replace: bool,
     progress: Progress | None,
+    start: Path | None = None,
 ) -> Version:
-    """Write a version's files into a directory, or as one file if `target` ends in .safetensors."""
+    """Write a version's files into a directory, or as one file if `target` ends in .safetensors.
+
+    `start` is another checked-out directory, which is read instead of the target to begin from.
+    """
     made = entry.version
     assert made is not None
     place: swapping.OneFile | swapping.Directory
@@ -53,7 +58,11 @@ def checkout(
         if not (force or replace):
             _check_unchanged(shelf, refs, place)
     with contextlib.ExitStack() as stack:
-        lying = _lying(refs, place, stack) if isinstance(place, swapping.Directory) else None
+        lying = None
+        if start is not None:
+            lying = _lying(refs, start, read_marker(start), stack)
+        elif isinstance(place, swapping.Directory):
+            lying = _lying(refs, place.target, place.marker, stack)
         manifest, verified = stack.enter_context(resolve.opened(shelf, refs, entry, lying=lying))
         schema = verified.tree.schema
         plan = writing.files(schema, resolve.layout_of(shelf, manifest))
@@ -75,6 +84,27 @@ def checkout(
         if keep is not None:
             keep.commit(made.tree)
     return made
+
+
+def replace(target: Path, beside: Path) -> None:
+    """Put a directory that was checked out under another name, on the same file system, in the target's place.
+
+    Raises Refused for files of the target that no checkout put there, AccessDenied, Unavailable.
+    """
+    marker = read_marker(beside)
+    if marker is None:
+        raise Refused(f"{beside} holds no version: check it out anew")
+    plan = [File(path, known[0], b"", []) for path, known in marker.files.items()]
+
+    def fill(new: Path) -> None:
+        for path in marker.files:
+            (new / path).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(beside / path, new / path)
+
+    swapping.Directory(target, force=False, replace=True).put(
+        plan, fill, Marker(marker.repository, marker.version, marker.branch, {})
+    )
+    shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_unchanged(shelf: Shelf, refs: Refs, place: swapping.Directory) -> None:
@@ -140,13 +170,13 @@ def _one_file(schema: Schema, plan: Sequence[File]) -> File:
     return writing.single(schema, schema.tensors, "model.safetensors")
 
 
-def _lying(refs: Refs, place: swapping.Directory, stack: contextlib.ExitStack) -> "resolve.Lying | None":
+def _lying(refs: Refs, directory: Path, marker: Marker | None, stack: contextlib.ExitStack) -> "resolve.Lying | None":
     """What a directory holds, if its marker names a version of this repository and its files can be read."""
-    entry = refs.catalogue.find(place.marker.version) if place.marker is not None else None
+    entry = refs.catalogue.find(marker.version) if marker is not None else None
     if entry is None or entry.version is None:
         return None
     try:
-        source = _open(place.target)
+        source = _open(directory)
     except (Refused, OSError):
         return None
     stack.callback(source.close)

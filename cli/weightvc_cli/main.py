@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "commit": "work",
     "checkout": "work",
     "pull": "work",
+    "follow": "rollout",
     "status": "work",
     "verify": "work",
     "log": "history",

@@ -146,7 +146,7 @@ class MemorySource:
         value = self._values[index]
         if _is_torch(value):
             if value.is_contiguous() and not value.is_conj() and not value.is_neg():
-                flat = _torch_bytes(value)[start:stop]
+                flat = torch_bytes(value)[start:stop]
                 return memoryview(flat.cpu().numpy())
             return self._materialised(index, value)[start:stop]
         if value.flags.c_contiguous and value.dtype.newbyteorder("<") == value.dtype:
@@ -322,6 +322,11 @@ def _type_name(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def info(name: str, value: Any) -> TensorInfo:
+    """What a tensor that tensor_fault() finds nothing in is, under a name."""
+    return TensorInfo("", name, *_kind(value))
+
+
 def _kind(value: Any) -> tuple[str, tuple[int, ...], int]:
     shape = tuple(int(extent) for extent in value.shape)
     if _is_torch(value):
@@ -333,7 +338,7 @@ def _kind(value: Any) -> tuple[str, tuple[int, ...], int]:
     return dtype, shape, dtypes.nbytes(dtype, shape)
 
 
-def _torch_bytes(tensor: Any) -> Any:
+def torch_bytes(tensor: Any) -> Any:
     """The bytes of a contiguous tensor as a flat uint8 tensor over the same memory."""
     import torch
 
@@ -355,7 +360,7 @@ def _laid_out(value: Any) -> memoryview:
         lanes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if not plain.is_contiguous():
             plain = plain.view(lanes[plain.element_size()]).contiguous()
-        return memoryview(_torch_bytes(plain.cpu()).numpy())
+        return memoryview(torch_bytes(plain.cpu()).numpy())
     import numpy
 
     # Not ascontiguousarray: it makes a 0-dim array 1-dim, harmless here, but copies less plainly.

@@ -1,0 +1,102 @@
+"""Command of a rollout host: follow."""
+
+import os
+import signal
+import subprocess
+import threading
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weightvc_cli.output import as_json, first_line, shown, size
+from weightvc_cli.settings import Settings, json_option, repository_option
+
+if TYPE_CHECKING:
+    from weightvc.client import Update
+
+
+@click.command()
+@click.argument("branch", required=False, default="HEAD")
+@click.option(
+    "--into", "target", metavar="DIR", required=True, help="Where to keep the versions: DIR/ID, DIR/current."
+)
+@click.option("--on-update", "command", metavar="CMD", help="A shell command to run after every update.")
+@click.option("--every", metavar="SECONDS", default=1.0, show_default=True, help="How often to look.")
+@click.option("--max-lag", metavar="N", default=1, show_default=True, help="Versions behind that call for an update.")
+@click.option("--updates", metavar="N", type=click.IntRange(1), help="Stop after so many updates.")
+@json_option
+@repository_option
+@click.pass_obj
+def follow(
+    settings: Settings,
+    branch: str,
+    target: str,
+    command: str | None,
+    every: float,
+    max_lag: int,
+    updates: int | None,
+) -> None:
+    """Keep a directory at the newest version of a branch.
+
+    Each version is built and verified in a directory of its own, DIR/ID, while the old one is in use. Then the link
+    DIR/current is turned to it, by one rename, and CMD is run with WEIGHTVC_PATH (the directory), WEIGHTVC_VERSION,
+    WEIGHTVC_STEP and WEIGHTVC_RUN. The version before stays; older ones are removed. Where CMD fails, that is said,
+    and it is run again with the next update. Ends at SIGTERM or Ctrl-C, between two updates.
+    """
+    from weightvc.client import Client
+    from weightvc.targets import Slots
+
+    stop = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        with settings.open() as repository:
+            client = Client(repository, into=Slots(target))
+            following = client.follow(branch, every=every, max_lag=max_lag, stop=stop)
+            for done, update in enumerate(following, 1):
+                update.activate()
+                code = _run(settings, command, update) if command else None
+                _report(settings, update, code)
+                if done == updates:
+                    break
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(settings: Settings, command: str, update: "Update") -> int:
+    version = update.version
+    told = {
+        "WEIGHTVC_PATH": update.path or "",
+        "WEIGHTVC_VERSION": version.id,
+        "WEIGHTVC_STEP": "" if version.step is None else str(version.step),
+        "WEIGHTVC_RUN": version.run or "",
+    }
+    code = subprocess.run(command, shell=True, env={**os.environ, **told}, check=False).returncode
+    if code:
+        settings.note(f"`{command}` ended with status {code} at version {version.short}")
+    return code
+
+
+def _report(settings: Settings, update: "Update", code: int | None) -> None:
+    version, timings = update.version, update.timings
+    if settings.json:
+        fields: dict[str, Any] = {
+            "id": version.id,
+            "step": version.step,
+            "run": version.run,
+            "path": update.path,
+            "lag": update.lag,
+            "resolve": round(timings.resolve, 6),
+            "build": round(timings.build, 6),
+            "activate": round(timings.activate, 6),
+            "age": round(timings.age, 6),
+            "requests": timings.requests,
+            "bytes": timings.nbytes,
+            "exit_code": code,
+        }
+        click.echo(as_json(fields))
+        return
+    what = f"step {version.step}" if version.step is not None else first_line(version.message)
+    click.echo(
+        f"{version.short} {what}: {size(timings.nbytes)} in {timings.resolve + timings.build:.2f} s, "
+        f"{timings.age:.2f} s after its commit, at {shown(update.path or '')}"
+    )

@@ -1,0 +1,58 @@
+"""weightvc follow: a directory that keeps up, and what runs at every update."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.cli.conftest import Shell, command
+
+
+def start(shell: Shell, *args: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*command(), "follow", *args],
+        cwd=shell.cwd,
+        env=shell.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(path: Path, text: str) -> None:
+    end = time.monotonic() + 60
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < end, f"{path} never said {text!r}"
+        time.sleep(0.02)
+
+
+def test_follows_until_it_is_ended(shell: Shell, history: dict[str, str]) -> None:
+    log = shell.cwd / "log"
+    running = start(
+        shell, "exp", "--into", "served", "--every", "0.05", "--on-update",
+        'echo "$WEIGHTVC_STEP $WEIGHTVC_VERSION $WEIGHTVC_PATH" >> log',
+    )  # fmt: skip
+    try:
+        wait_until(log, history["exp1"])
+        new = shell.commit(5, "-b", "exp")
+        wait_until(log, new)
+        slot = shell.cwd / "served" / new[:12]
+        assert f"5 {new} {slot}" in log.read_text()
+        assert os.readlink(shell.cwd / "served" / "current") == new[:12]
+        shell.run("verify", slot, "exp", "-r", ".weightvc")
+    finally:
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == [history["exp1"][:12], new[:12]]
+
+
+def test_a_command_that_fails_is_told_and_changes_nothing(shell: Shell, history: dict[str, str]) -> None:
+    done = shell.run("follow", "--into", "served", "--updates", "1", "--on-update", "exit 3", "--json")
+    fields = json.loads(done.stdout)
+    assert (fields["id"], fields["exit_code"], fields["lag"]) == (history["merge"], 3, None)
+    assert "ended with status 3" in json.loads(done.stderr)["note"]
+    assert fields["path"] == str(shell.cwd / "served" / history["merge"][:12])
+    assert shell.run("verify", "served/current", "main", "-r", ".weightvc").returncode == 0

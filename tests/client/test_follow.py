@@ -1,0 +1,178 @@
+"""Following a branch, with tensors and with directories."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weightvc
+from weightvc.repository import Repository
+from weightvc.targets import Directory, Slots
+
+Made = Callable[..., Repository]
+
+
+def weights(step: int) -> dict[str, np.ndarray]:
+    out = np.arange(5000, dtype=np.float32)
+    out[step] = -1
+    return {"w": out}
+
+
+def commit(repository: Repository, step: int) -> weightvc.Version:
+    return repository.commit(weights(step), step=step)
+
+
+def test_the_newest_comes_and_those_between_do_not(again: Made) -> None:
+    writer, target = again(), {"w": np.zeros(5000, np.float32)}
+    client = weightvc.Client(again(), into=target)
+    seen = []
+    commit(writer, 0)
+    for update in client.follow(every=0.01):
+        assert update.stage().staged
+        update.activate()
+        seen.append((update.version.step, update.lag))
+        assert np.array_equal(target["w"], weights(update.version.step or 0)["w"])
+        if len(seen) == 1:
+            for step in (1, 2, 3):
+                commit(writer, step)
+        elif len(seen) == 2:
+            writer.revert("main~3")
+        else:
+            break
+    assert seen == [(0, None), (3, 3), (0, 1)]
+
+
+def test_an_update_that_is_let_go_comes_again_and_lag_is_allowed(again: Made) -> None:
+    writer, target = again(), {"w": np.zeros(5000, np.float32)}
+    client = weightvc.Client(again(), into=target)
+    first = commit(writer, 0)
+    updates = client.follow(every=0.01, max_lag=2)
+    assert next(updates).version.id == first.id
+    again_offered = next(updates)
+    assert again_offered.version.id == first.id
+    again_offered.activate()
+    commit(writer, 1)
+    threading.Timer(0.2, commit, (writer, 2)).start()
+    late = next(updates)
+    assert (late.version.step, late.lag) == (2, 2)
+
+
+def test_a_branch_that_was_reset_is_followed_back(again: Made) -> None:
+    writer, target = again(), {"w": np.zeros(5000, np.float32)}
+    versions = [commit(writer, step) for step in range(3)]
+    client = weightvc.Client(again(), into=target)
+    client.pull("main")
+    writer.reset("main", versions[0].id, rewind=True)
+    update = next(client.follow(every=0.01))
+    assert (update.version.id, update.lag) == (versions[0].id, None)
+    update.activate()
+    assert np.array_equal(target["w"], weights(0)["w"])
+
+
+def test_watch_moves_the_target_and_wakes_who_waits(again: Made) -> None:
+    writer, target = again(), {"w": np.zeros(5000, np.float32)}
+    client = weightvc.Client(again(), into=target)
+    with client.watch(every=0.01):
+        assert not client.wait_for("main@{step=1}", timeout=0.05)
+        versions = [commit(writer, step) for step in range(2)]
+        assert client.wait_for(versions[1], timeout=30)
+    assert np.array_equal(target["w"], weights(1)["w"])
+    assert client.at_least(versions[0])
+    later = commit(writer, 2)
+    assert not client.at_least(later)
+
+
+def test_watch_goes_on_after_a_failure_and_tells_what_ended_it(again: Made) -> None:
+    writer = again()
+    commit(writer, 0)
+    client = weightvc.Client(again(), into={"w": np.zeros(5000, np.float32)})
+    calls = []
+
+    def fail(update: weightvc.Update) -> None:
+        calls.append(update)
+        if len(calls) == 1:
+            raise weightvc.Unavailable("the network is away")
+        raise ValueError("a bug")
+
+    watch = client.watch("main", fail, every=0.01)
+    end = time.monotonic() + 30
+    while watch.error is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="a bug"):
+        watch.stop()
+
+
+def test_a_directory_is_replaced_as_a_whole(again: Made, tmp_path: Path) -> None:
+    writer = again()
+    versions = [commit(writer, step) for step in range(3)]
+    place = tmp_path / "served"
+    client = weightvc.Client(again(), into=place)
+    assert isinstance(client.target, Directory)
+    client.pull(versions[0])
+    update = client.stage(versions[2])
+    assert writer.verify(place, versions[0]).ok
+    update.activate()
+    assert writer.verify(place, versions[2]).ok
+    assert client.verify() == []
+    assert sorted(os.listdir(tmp_path)) == sorted({"served", "repository"} & set(os.listdir(tmp_path)) | {"served"})
+    held = client.current()
+    assert held is not None
+    assert held.id == versions[2].id
+    assert writer.status(place).changed == []
+    (place / "mine").write_text("x")
+    with pytest.raises(weightvc.Refused, match="mine"):
+        client.pull(versions[1])
+    assert writer.verify(place, versions[2]).foreign == ["mine"]
+
+
+def test_slots_keep_the_version_in_the_path(again: Made, tmp_path: Path) -> None:
+    writer = again()
+    versions = [commit(writer, step) for step in range(5)]
+    slots = Slots(tmp_path / "served")
+    client = weightvc.Client(again(), into=slots)
+    for step in (0, 1, 2, 3):
+        update = client.pull(versions[step])
+        assert update.path == str(slots.path / versions[step].short)
+        assert os.readlink(slots.path / "current") == versions[step].short
+        assert writer.verify(slots.path / "current", versions[step]).ok
+        assert client.verify() == []
+    kept = {p.name for p in slots.path.iterdir()} - {"current"}
+    assert versions[3].short in kept
+    assert versions[2].short in kept
+    assert len(kept) <= 3
+    staged = client.stage(versions[4])
+    assert slots.holds == versions[3].id
+    staged.activate()
+    assert slots.holds == versions[4].id
+    client.pull(versions[3])  # back into a slot that is still there
+    assert writer.verify(slots.path / "current", versions[3]).ok
+
+
+def test_the_next_slot_is_made_from_the_one_in_use(again: Made, tmp_path: Path) -> None:
+    writer = again()
+    versions = [commit(writer, step) for step in range(3)]
+    client = weightvc.Client(again(), into=Slots(tmp_path / "served"))
+    client.pull(versions[1])
+    assert client.pull(versions[2]).timings.requests <= 2
+
+
+def test_bad_arguments(again: Made, tmp_path: Path) -> None:
+    client = weightvc.Client(again())
+    for call in (
+        lambda: client.stage("main"),
+        lambda: client.verify(),
+        lambda: next(client.follow(every=0)),
+        lambda: next(client.follow(max_lag=0)),
+        lambda: weightvc.Client(again(), into=tmp_path, names={}),
+        lambda: weightvc.Client(again(), into=3),
+    ):
+        with pytest.raises(weightvc.Refused):
+            call()
+    with pytest.raises(weightvc.NotFound):
+        weightvc.Client(again(), into=tmp_path / "x").pull("main")
+    assert not (tmp_path / "x").exists()

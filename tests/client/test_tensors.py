@@ -1,0 +1,304 @@
+"""Live tensors that follow a branch: what they hold is a version's bits, or it is said that they do not."""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weightvc
+from weightvc import live
+from weightvc.repository import Repository
+
+Made = Callable[..., Repository]
+
+
+def bits(tensor: Any) -> bytes:
+    if isinstance(tensor, torch.Tensor):
+        return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return bytes(tensor.tobytes())
+
+
+def weights(seed: int, n: int = 70_000) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(n, generator=generator).bfloat16(),
+        "b": torch.randn(3, 5, generator=generator),
+        "scale": torch.tensor(float(seed)),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def stepped(old: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    new = {name: value.clone() for name, value in old.items()}
+    lanes = new["a"].view(torch.int16).numpy()
+    at = rng.choice(lanes.size, 300, replace=False)
+    lanes[at] ^= rng.integers(1, 4, at.size).astype(np.int16)
+    lanes[:3] = [0x7FC1, -0x8000, 0x7F81]  # NaNs with payloads, and -0
+    new["scale"] = torch.tensor(float(seed) + 0.5)
+    return new
+
+
+def blank(like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(value) for name, value in like.items()}
+
+
+def check(target: dict[str, Any], wanted: dict[str, torch.Tensor]) -> None:
+    assert {name: bits(value) for name, value in target.items()} == {n: bits(v) for n, v in wanted.items()}
+
+
+@pytest.fixture
+def history(again: Made) -> tuple[Made, list[dict[str, torch.Tensor]]]:
+    repository = again()
+    states = [weights(0)]
+    for seed in range(1, 6):
+        states.append(stepped(states[-1], seed))
+    for step, state in enumerate(states):
+        repository.commit(state, message="", step=step)
+    return again, states
+
+
+def at(step: int) -> str:
+    return f"main@{{step={step}}}"
+
+
+def test_goes_anywhere_in_place(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
+    again, states = history
+    target = blank(states[0])
+    pointers = {name: value.data_ptr() for name, value in target.items()}
+    client = weightvc.Client(again(), into=target)
+    assert client.current() is None
+    for step in (0, 1, 5, 2, 4, 3, 0):
+        update = client.pull(at(step))
+        check(target, states[step])
+        assert update.version.step == step
+        held = client.current()
+        assert held is not None
+        assert held.step == step
+        assert client.verify() == []
+    assert pointers == {name: value.data_ptr() for name, value in target.items()}
+
+
+def test_the_next_version_is_two_reads_and_its_changes(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
+    again, states = history
+    target = blank(states[0])
+    client = weightvc.Client(again(), into=target)
+    client.pull(at(3))
+    update = client.stage(at(4))
+    check(target, states[3])
+    assert update.timings.requests <= 2
+    assert 0 < update.timings.nbytes < 40_000
+    assert update.changed == ["a", "scale"]
+    update.activate()
+    check(target, states[4])
+
+
+def test_back_costs_a_manifest_and_no_base(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
+    again, states = history
+    target = blank(states[0])
+    client = weightvc.Client(again(), into=target)
+    for step in (2, 3, 4):
+        client.pull(at(step))
+    back = client.pull(at(2))
+    check(target, states[2])
+    assert back.timings.requests <= 2
+    assert back.timings.nbytes < 40_000
+
+
+def test_without_a_target_new_tensors_come(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
+    again, states = history
+    check(weightvc.Client(again()).pull(at(2)), states[2])
+
+
+def test_what_others_wrote_is_put_right(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
+    again, states = history
+    target = blank(states[0])
+    client = weightvc.Client(again(), into=target)
+    client.pull(at(3))
+    target["b"][1, 1] = 7
+    assert client.verify() == ["b"]
+    assert client.current() is None
+    client.pull(at(4))
+    check(target, states[4])
+    # In a chunk that the patch touches, it is found without being asked for.
+    target["a"][40_000] = 3
+    client.pull(at(5))
+    check(target, states[5])
+
+
+def test_an_interrupted_write_is_known_and_finished(
+    history: tuple[Made, list[dict[str, torch.Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, states = history
+    target = blank(states[0])
+    client = weightvc.Client(again(), into=target)
+    client.pull(at(1))
+    update = client.stage(at(2))
+    done = live.Write.apply
+    count = 0
+
+    def fail(self: live.Write) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        done(self)
+
+    monkeypatch.setattr(live.Write, "apply", fail)
+    with pytest.raises(KeyboardInterrupt):
+        update.activate()
+    assert client.current() is None
+    monkeypatch.undo()
+    client.pull(at(3))
+    check(target, states[3])
+    assert client.verify() == []
+
+
+def test_staged_from_elsewhere_is_refused(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
+    again, states = history
+    target = blank(states[0])
+    client = weightvc.Client(again(), into=target)
+    client.pull(at(1))
+    late = client.stage(at(2))
+    client.pull(at(3))
+    with pytest.raises(weightvc.Conflict, match="moved"):
+        late.activate()
+    check(target, states[3])
+    late.stage().activate()
+    check(target, states[2])
+
+
+def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(
+    history: tuple[Made, list[dict[str, torch.Tensor]]],
+) -> None:
+    again, states = history
+    for change, said in (
+        ({"a": torch.zeros(3).bfloat16()}, "shape"),
+        ({"b": torch.zeros(3, 5).half()}, "F16"),
+        ({"more": torch.zeros(2)}, "nothing for 'more'"),
+    ):
+        target = {**blank(states[0]), **change}
+        before = {name: bits(value) for name, value in target.items()}
+        with pytest.raises(weightvc.BadTensor, match=said):
+            weightvc.Client(again(), into=target).pull(at(1))
+        assert before == {name: bits(value) for name, value in target.items()}
+    less = blank(states[0])
+    del less["scale"]
+    with pytest.raises(weightvc.BadTensor, match="no tensor 'scale'"):
+        weightvc.Client(again(), into=less).pull(at(1))
+    for bad in (torch.zeros(4, 4).t(), torch.zeros(1).expand(4), "no tensor"):
+        with pytest.raises(weightvc.BadTensor):
+            weightvc.Client(again(), into={"a": bad})
+
+
+def test_names_fuse_prefix_and_leave_out(again: Made) -> None:
+    repository = again()
+    old = {name: torch.randn(4, 8) for name in ("q", "k", "v", "other")}
+    new = {name: value + (name == "k") for name, value in old.items()}
+    for state in (old, new):
+        repository.commit(state)
+    target = {"m.qkv": np.zeros((12, 8), np.float32)}
+    names = {"q": ("m.qkv", 0), "k": ("m.qkv", 4), "v": ("m.qkv", 8), "other": None}
+    client = weightvc.Client(again(), into=target, names=names)
+    for ref, state in (("main~1", old), ("main", new)):
+        client.pull(ref)
+        assert np.array_equal(target["m.qkv"], torch.cat([state["q"], state["k"], state["v"]]).numpy())
+    for bad, said in (
+        ({**names, "v": ("m.qkv", 4)}, "both go to"),
+        ({**names, "v": None}, "all of 'm.qkv'"),
+        ({**names, "v": ("m.qkv", 9)}, "from row 9"),
+        ({**names, "v": 3}, "is wanted"),
+    ):
+        with pytest.raises(weightvc.BadTensor, match=said):
+            weightvc.Client(again(), into=target, names=bad).pull("main")
+
+
+def test_a_module_with_tied_weights(again: Made) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(16, 8)
+            self.head = torch.nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embed.weight
+
+    served, trained = Tied(), Tied()
+    repository = again()
+    repository.commit(trained)
+    client = weightvc.Client(again(), into=served)
+    client.pull()
+    with torch.no_grad():
+        trained.embed.weight[3] += 1
+    repository.commit(trained)
+    client.pull()
+    assert served.head.weight is served.embed.weight
+    assert bits(served.embed.weight) == bits(trained.embed.weight)
+
+
+def test_shapes_that_change_between_versions(again: Made) -> None:
+    repository = again()
+    repository.commit({"w": torch.ones(4), "n": torch.ones(2)})
+    repository.commit({"w": torch.ones(4)})
+    target = {"w": torch.zeros(4), "n": torch.zeros(2)}
+    client = weightvc.Client(again(), into=target)
+    client.pull("main~1")
+    with pytest.raises(weightvc.BadTensor, match="nothing for 'n'"):
+        client.pull("main")
+    held = client.current()
+    assert held is not None
+    assert held.id == repository.resolve("main~1").id
+
+
+class OnDevice:
+    """Makes tensors take the way of those that lie on a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flat = live._flat
+
+        def torch_flat(value: Any) -> Any:
+            _, where = flat(value)
+            return live.memory.torch_bytes(value), where
+
+        monkeypatch.setattr(live, "_flat", torch_flat)
+
+
+def test_tensors_on_a_device(
+    history: tuple[Made, list[dict[str, torch.Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OnDevice(monkeypatch)
+    again, states = history
+    target = blank(states[0])
+    client = weightvc.Client(again(), into=target)
+    for step in (1, 2, 5, 4):
+        client.pull(at(step))
+        check(target, states[step])
+        assert client.verify() == []
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_walk_over_any_bits(data: st.DataObject) -> None:
+    kinds = [np.uint8, np.int16, np.float32, np.int64]
+    shapes = {f"t{i}": (data.draw(st.sampled_from(kinds)), data.draw(st.integers(0, 40))) for i in range(3)}
+
+    def draw() -> dict[str, Any]:
+        return {
+            name: np.frombuffer(data.draw(st.binary(min_size=0, max_size=n)).ljust(n * 8, b"\0"), "u1")[
+                : n * np.dtype(kind).itemsize
+            ].view(kind)
+            for name, (kind, n) in shapes.items()
+        }
+
+    states = [draw() for _ in range(4)]
+    repository = weightvc.init(f"memory://{secrets.token_hex(8)}", cache=None)
+    versions = [repository.commit(state).id for state in states]
+    target = {name: np.zeros(n, kind) for name, (kind, n) in shapes.items()}
+    client = weightvc.Client(repository, into=target)
+    for step in data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6)):
+        client.pull(versions[step])
+        assert {k: v.tobytes() for k, v in target.items()} == {k: v.tobytes() for k, v in states[step].items()}
+        assert client.verify() == []

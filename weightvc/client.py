@@ -1,0 +1,370 @@
+"""The rollout client: keeps one target, tensors that are being served or a directory, at a version of a repository.
+
+client = weightvc.Client("s3://bucket/policy", into=model)
+for update in client.follow("main"):
+    update.stage()        # fetch, decode, verify: the old version goes on serving
+    update.activate()     # the short part
+"""
+
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from weightvc.errors import AccessDenied, Conflict, NotFound, Refused, StoreError
+from weightvc.history import HEAD, Ref, said, version_of
+from weightvc.objects.catalogue import Entry
+from weightvc.objects.version import Version
+from weightvc.protocol.refs import Refs
+from weightvc.repository import Repository, open
+from weightvc.targets import Directory, Staged, Target, Tensors
+
+EVERY: Final = 1.0
+"""Seconds between two polls, about."""
+SLOWEST: Final = 30.0
+"""Seconds between two polls at most, while the store cannot be reached."""
+
+_log = logging.getLogger("weightvc")
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds that the parts of one update took, and what it asked of the store."""
+
+    resolve: float = 0.0
+    """Reading the root and finding the version in the catalogue."""
+    build: float = 0.0
+    """Fetching, decoding and verifying, side by side."""
+    activate: float = 0.0
+    """Writing: how long a server has to hold still."""
+    age: float = 0.0
+    """From the commit, by the writer's clock, until the version was verified here, by this host's."""
+    requests: int = 0
+    nbytes: int = 0
+    """Bytes that were fetched."""
+
+
+class Update:
+    """A version that a target may move to. stage() it, then activate() it."""
+
+    def __init__(
+        self, client: "Client", refs: Refs, entry: Entry, branch: str | None, lag: int | None, timings: Timings
+    ) -> None:
+        self._client = client
+        self._refs = refs
+        self._entry = entry
+        self._staged: Staged | None = None
+        self.version: Version = version_of(entry)
+        self.branch = branch
+        self.lag = lag
+        """Versions between what the target holds and this one; None where one does not descend from the other."""
+        self.timings = timings
+
+    def __repr__(self) -> str:
+        return f"<update to {self.version.short}>"
+
+    @property
+    def staged(self) -> bool:
+        """Whether activate() is all that is left to do."""
+        return self._staged is not None
+
+    @property
+    def changed(self) -> list[str]:
+        """Of a staged update of tensors, the names (as the version has them) of those that change."""
+        return self._need().changed
+
+    @property
+    def path(self) -> str | None:
+        """Where a staged update of a directory lies, once it is active; None for tensors."""
+        path = self._need().path
+        return None if path is None else os.fspath(path)
+
+    def stage(self) -> Self:
+        """Fetch, decode and verify everything that activate() needs. The target stays as it is.
+
+        Raises Expired, Corrupt, Refused (a target that does not fit the version), StoreError.
+        """
+        self._client._stage(self)
+        return self
+
+    def activate(self) -> Version:
+        """Write what was staged; staged first if it was not. Returns the version that the target holds now.
+
+        Raises Conflict if the target has moved since it was staged.
+        """
+        self._client._activate(self)
+        return self.version
+
+    def _need(self) -> Staged:
+        if self._staged is None:
+            raise Refused("the update is not staged yet: call stage() first")
+        return self._staged
+
+
+class Client:
+    """Follows a repository for one target. Threads may share it; after a fork, make another.
+
+    Coroutines call its methods through asyncio.to_thread(); it blocks on the network and on nothing else.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Repository,
+        *,
+        into: Any = None,
+        names: "Mapping[str, Any] | Callable[[str], Any] | None" = None,
+        component: str = "",
+        **options: Any,
+    ) -> None:
+        """Nothing is read yet.
+
+        `into` is what the client keeps at a version: a dict of torch tensors or numpy arrays, or a module, which are
+        written in place; a path, which becomes a checked-out directory; or a Slots. Without it, pull() gives new
+        tensors. `names` maps a version's tensor names to those of `into` (see Tensors). `options` are those of
+        weightvc.open(). Raises Refused for an `into` that cannot be written.
+        """
+        self.repository = url if isinstance(url, Repository) else open(url, lazy=True, **options)
+        self._lock = threading.RLock()
+        self._moved = threading.Condition()
+        self._target = _target(into, names, component)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release connections."""
+        self.repository.close()
+
+    @property
+    def target(self) -> Target | None:
+        """What is kept at a version."""
+        return self._target
+
+    def current(self) -> Version | None:
+        """The version that the target holds; None if that is not known, or half of another one was written."""
+        with self._lock:
+            ident = self._holds()
+        if ident is None:
+            return None
+        with contextlib.suppress(NotFound):
+            return self.repository.resolve(ident)
+        return None
+
+    def pull(self, ref: Ref = HEAD) -> Any:
+        """Bring the target to a version and return the update, activated; without a target, a dict of torch tensors.
+
+        Raises RefNotFound, Expired, Corrupt, Refused, StoreError; the target then holds what it held.
+        """
+        if self._target is None:
+            return self.repository.load(ref)
+        update = self.update(ref)
+        update.activate()
+        return update
+
+    def update(self, ref: Ref = HEAD) -> Update:
+        """The update that would bring the target to a version: nothing but the catalogue is read."""
+        if self._target is None:
+            raise Refused("this client has no target: make it with into=…, or use pull()")
+        with self._counted(timings := Timings(), "resolve"):
+            refs = self.repository._refs()
+            found = refs.resolve(ref)
+            lag = self._lag(refs, found.entry)
+        return Update(self, refs, found.entry, found.branch, lag, timings)
+
+    def stage(self, ref: Ref = HEAD) -> Update:
+        """update(ref), staged."""
+        return self.update(ref).stage()
+
+    def verify(self) -> list[str]:
+        """Read every byte of the target, and name the tensors (or files) that are not what its version has.
+
+        Those are put right by the next pull. Raises Refused if the target holds no version.
+        """
+        with self._lock:
+            if self._target is None:
+                raise Refused("this client has no target: make it with into=…")
+            ident = self._holds()
+            if ident is None:
+                raise Refused("the target holds no version yet: pull one")
+            return self._target.verify(self.repository, ident)
+
+    # Which version is held
+
+    def at_least(self, ref: Ref) -> bool:
+        """Whether the target holds a version or one that descends from it.
+
+        Raises RefNotFound, also where the version is not published yet under that name.
+        """
+        held = self._holds()
+        if held is None:
+            return False
+        refs = self.repository._refs()
+        return refs.descends(refs.entry(held), version_of(refs.resolve(ref).entry).id)
+
+    def wait_for(self, ref: Ref, timeout: float | None = None) -> bool:
+        """Wait until at_least(ref), for at most `timeout` seconds; somebody else has to move the target, as watch()
+        does. Returns whether it is so. A ref that does not exist yet is waited for."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._moved:
+                with contextlib.suppress(NotFound):
+                    if self.at_least(ref):
+                        return True
+                left = EVERY if end is None else min(EVERY, end - time.monotonic())
+                if left <= 0:
+                    return False
+                self._moved.wait(left)
+
+    # Following
+
+    def follow(
+        self,
+        branch: str = HEAD,
+        *,
+        every: float = EVERY,
+        max_lag: int = 1,
+        stop: threading.Event | None = None,
+    ) -> Iterator[Update]:
+        """Updates to the newest version of a branch, for ever; those in between are skipped.
+
+        The branch is looked at every `every` seconds, give or take a quarter, by one conditional read. An update
+        comes when the target is `max_lag` versions behind or more, or not on the way to the head at all; and again
+        until it is activated. A branch that does not exist yet is waited for, and so is a store that cannot be
+        reached (that is logged, as "weightvc"). It ends when `stop` is set. Raises AccessDenied, Corrupt, Refused.
+        """
+        if not every > 0 or max_lag < 1:
+            raise Refused(f"every={every!r}, max_lag={max_lag!r}: both have to be positive")
+        stop = stop or threading.Event()
+        failures = 0
+        while not stop.is_set():
+            try:
+                update: Update | None = self.update(branch)
+                failures = 0
+            except NotFound as error:
+                if failures == 0:
+                    _log.info("waiting for %s of %s: %s", branch, self.repository.url, error)
+                failures, update = 1, None
+            except AccessDenied:
+                raise
+            except StoreError as error:
+                failures += 1
+                _log.warning("%s cannot be read (%d times in a row): %s", self.repository.url, failures, error)
+                update = None
+            due = update is not None and (update.lag is None or update.lag >= max_lag)
+            if update is not None and due and update.version.id != self._holds():
+                yield update
+                if update.version.id == self._holds():
+                    continue  # something may have come meanwhile
+            wait = min(SLOWEST, every * 2 ** min(failures - 1, 8)) if failures else every
+            stop.wait(wait * random.uniform(0.75, 1.25))
+
+    def watch(
+        self, branch: str = HEAD, on_update: Callable[[Update], object] | None = None, **options: Any
+    ) -> "Watch":
+        """follow() in a thread: each update is given to `on_update`, or activated if there is none.
+
+        `options` are those of follow(). Use it in a with block, or stop() it.
+        """
+        return Watch(self, branch, on_update or Update.activate, options)
+
+    def _holds(self) -> str | None:
+        return self._target.holds if self._target is not None else None
+
+    def _lag(self, refs: Refs, entry: Entry) -> int | None:
+        held = self._holds()
+        found = refs.catalogue.find(held) if held is not None else None
+        if found is None or not refs.descends(entry, str(held)):
+            return None
+        return version_of(entry).generation - version_of(found).generation
+
+    def _stage(self, update: Update) -> None:
+        assert self._target is not None
+        with self._lock, self._counted(update.timings, "build"):
+            update._staged = self._target.stage(self.repository, update._refs, update._entry, update.branch)
+            update.timings.age = time.time() - update.version.time / 1e6
+
+    @contextlib.contextmanager
+    def _counted(self, timings: Timings, part: str) -> Iterator[None]:
+        """Note how long something takes, and what it asks of the store."""
+        stats = self.repository.stats
+        requests, nbytes, began = stats.reads, stats.bytes_read, time.monotonic()
+        yield
+        setattr(timings, part, getattr(timings, part) + time.monotonic() - began)
+        timings.requests += stats.reads - requests
+        timings.nbytes += stats.bytes_read - nbytes
+
+    def _activate(self, update: Update) -> None:
+        with self._lock:
+            if update._staged is None:
+                self._stage(update)
+            staged = update._need()
+            if staged.start != self._holds():
+                raise Conflict(
+                    f"the target has moved since {said(update.version)} was staged: stage it again, from where it is"
+                )
+            with self._counted(update.timings, "activate"):
+                staged.activate()
+        with self._moved:
+            self._moved.notify_all()
+
+
+class Watch:
+    """A thread that follows a branch. `error` is what ended it, if something did."""
+
+    def __init__(self, client: Client, branch: str, on_update: Callable[[Update], object], options: Any) -> None:
+        self.error: BaseException | None = None
+        self._stop = threading.Event()
+        self._updates = client.follow(branch, stop=self._stop, **options)
+        self._on_update = on_update
+        self._thread = threading.Thread(target=self._run, name="weightvc-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for update in self._updates:
+                try:
+                    self._on_update(update)
+                except (Conflict, NotFound, StoreError) as error:
+                    # The target is as it was; the next poll offers the newest version again.
+                    _log.warning("the update to %s did not come to pass: %s", update.version.short, error)
+                    self._stop.wait(EVERY)
+        except BaseException as error:
+            self.error = error
+            _log.error("no longer following: %s", error)
+
+    def stop(self) -> None:
+        """End it, after the update in work, if there is one. Raises what had ended it before."""
+        self._stop.set()
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self._stop.set()
+            self._thread.join()
+
+
+def _target(into: Any, names: Any, component: str) -> Target | None:
+    if into is None or isinstance(into, Target):
+        if names is not None or component:
+            raise Refused("names and component are for tensors: give them to Tensors(…), or give into=…")
+        return into if into is not None else None
+    if isinstance(into, str | os.PathLike):
+        if names is not None or component:
+            raise Refused(f"names and component are for tensors, not for the directory {os.fspath(into)}")
+        return Directory(into)
+    return Tensors(into, names=names, component=component)

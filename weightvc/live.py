@@ -1,0 +1,356 @@
+"""Live tensors: where a version's tensors lie in memory that is being served, and the writes that change them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+from weightvc.errors import BadTensor, Corrupt
+from weightvc.objects import dtypes, frame
+from weightvc.objects.catalogue import Entry
+from weightvc.objects.schema import Schema
+from weightvc.objects.tensor import TensorInfo
+from weightvc.objects.tree import Tree
+from weightvc.protocol import parallel, resolve
+from weightvc.protocol.refs import Refs
+from weightvc.protocol.shelf import Shelf
+from weightvc.protocol.state import Verified
+from weightvc.sources import memory
+
+DENSE: Final = 8
+"""One changed lane in so many, and the chunk is copied whole."""
+
+
+class Region:
+    """`nbytes` bytes of a tensor of the target, from `start`: where one tensor of a version lies."""
+
+    __slots__ = ("_bytes", "_torch")
+
+    def __init__(self, flat: Any, start: int, nbytes: int) -> None:
+        """`flat` is the bytes of a tensor: uint8 [n], numpy or torch."""
+        self._bytes = flat[start : start + nbytes]
+        self._torch = not hasattr(flat, "__array_interface__")
+
+    def read(self, start: int, stop: int) -> frame.Buffer:
+        """Bytes [start, stop), a view where they lie in main memory."""
+        part = self._bytes[start:stop]
+        if self._torch:
+            part = part.cpu().numpy()
+        return memoryview(part)
+
+    def lanes(self, start: int, stop: int, lane: int) -> Any:
+        """Bytes [start, stop) as lanes, to index and to write."""
+        part = self._bytes[start:stop]
+        if self._torch:
+            import torch
+
+            return part.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[lane])
+        return part.view(f"<i{lane}" if lane > 1 else "u1")
+
+
+@dataclass(slots=True)
+class Write:
+    """New lanes of a chunk: `lanes[at] = new`, all of them if `at` is None. `old` is what they were."""
+
+    name: str
+    tensor: int
+    start: int
+    lanes: Any
+    at: Any
+    new: Any
+    old: Any
+
+    def apply(self) -> None:
+        """Write them."""
+        if self.at is None:
+            self.lanes[:] = self.new
+        else:
+            self.lanes[self.at] = self.new
+
+
+class Live:
+    """Tensors of a target, and where each tensor of a version lies in them."""
+
+    def __init__(self, tensors: Any, names: Any, component: str) -> None:
+        """Raises BadTensor for what cannot be written in place."""
+        self._names = names
+        self.component = component
+        self._flat: dict[str, Any] = {}
+        self._info: dict[str, TensorInfo] = {}
+        self._memory: dict[str, tuple[object, int, int]] = {}
+        values = tensors if isinstance(tensors, Mapping) else _of_module(tensors)
+        for name, value in values.items():
+            if type(name) is not str:
+                raise BadTensor(f"the target has a name {name!r:.100}: use str")
+            fault = memory.tensor_fault(value) or _fault(value)
+            if fault:
+                raise BadTensor(f"tensor {name!r:.200} of the target is {fault}")
+            self._info[name] = memory.info(name, value)
+            self._flat[name], self._memory[name] = _flat(value)
+        self._schema = ""
+        self._regions: list[Region | None] = []
+
+    def regions(self, schema: Schema) -> Sequence[Region | None]:
+        """Where each tensor of a version lies; None where it is not wanted. Raises BadTensor if it does not fit."""
+        if self._schema != schema.digest:
+            self._regions = self._bind(schema)
+            self._schema = schema.digest
+        return self._regions
+
+    def _bind(self, schema: Schema) -> list[Region | None]:
+        covered: dict[str, list[tuple[int, int, str]]] = {}
+        regions: list[Region | None] = []
+        faults = []
+        for tensor in schema.tensors:
+            where = self._where(tensor)
+            if where is None:
+                regions.append(None)
+                continue
+            name, row = where
+            have = self._info.get(name)
+            if have is None:
+                faults.append(f"it has no tensor {name!r:.200}")
+            elif have.dtype != tensor.dtype:
+                faults.append(
+                    f"{name!r:.200} has dtype {have.dtype}, the version's {tensor.name!r:.100} {tensor.dtype}"
+                )
+            elif not _fits(tensor.shape, have.shape, row):
+                faults.append(
+                    f"{name!r:.200} has shape {list(have.shape)}, the version's {tensor.name!r:.100} "
+                    f"{list(tensor.shape)}" + (f" (from row {row})" if row is not None else "")
+                )
+            else:
+                row = row or 0
+                width = dtypes.count(tensor.shape[1:]) * dtypes.bits(tensor.dtype)
+                if width * row % 8:
+                    faults.append(f"row {row} of {name!r:.200} does not begin at a byte")
+                    continue
+                start = width * row // 8
+                covered.setdefault(name, []).append((start, start + tensor.nbytes, tensor.name))
+                regions.append(Region(self._flat[name], start, tensor.nbytes))
+        faults += self._uncovered(covered)
+        if faults:
+            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise BadTensor(
+                f"the target does not fit the version: {'; '.join(faults[:8])}{more}; map names with names=…, or "
+                "pull into new tensors"
+            )
+        return regions
+
+    def _where(self, tensor: TensorInfo) -> tuple[str, int | None] | None:
+        from weightvc.targets import check_where
+
+        if tensor.component != self.component:
+            return None
+        if self._names is None:
+            return tensor.name, None
+        if isinstance(self._names, Mapping):
+            return check_where(tensor.name, self._names.get(tensor.name, tensor.name))
+        return check_where(tensor.name, self._names(tensor.name))
+
+    def _uncovered(self, covered: Mapping[str, list[tuple[int, int, str]]]) -> Iterator[str]:
+        shared = set()
+        for name, parts in covered.items():
+            at = 0
+            for start, stop, source in sorted(parts):
+                if start < at:
+                    yield f"{source!r:.100} and another tensor both go to {name!r:.200}"
+                elif start > at:
+                    break
+                at = max(at, stop)
+            if at < self._info[name].nbytes:
+                yield f"nothing is written to all of {name!r:.200}"
+            shared.add(self._memory[name])
+        for name, info in self._info.items():
+            if name not in covered and info.nbytes and self._memory[name] not in shared:
+                yield f"the version has nothing for {name!r:.200}"
+
+
+def _fits(shape: tuple[int, ...], have: tuple[int, ...], row: int | None) -> bool:
+    if row is None:
+        return shape == have
+    return bool(shape and have) and shape[1:] == have[1:] and 0 <= row <= have[0] - shape[0]
+
+
+def _of_module(module: Any) -> Mapping[str, Any]:
+    if not hasattr(module, "state_dict"):
+        raise BadTensor(f"a {type(module).__name__} cannot be written in place: give a dict of tensors, or a module")
+    values: Mapping[str, Any] = module.state_dict()
+    return values
+
+
+def _fault(value: Any) -> str:
+    if hasattr(value, "__array_interface__"):
+        if not value.flags.writeable:
+            return "read-only: pass an array that may be written"
+        if not value.flags.c_contiguous or value.dtype.newbyteorder("<") != value.dtype:
+            return "not contiguous and little-endian: pass one that is"
+        return ""
+    if not value.is_contiguous() or value.is_conj() or value.is_neg():
+        return "not contiguous: pass value.contiguous()"
+    return ""
+
+
+def _flat(value: Any) -> tuple[Any, tuple[object, int, int]]:
+    """The bytes of a tensor, numpy where they lie in main memory, and which memory it is."""
+    import numpy
+
+    if isinstance(value, numpy.ndarray):
+        flat = value.reshape(-1).view("u1")
+        return flat, ("cpu", flat.ctypes.data, flat.nbytes)
+    flat = memory.torch_bytes(value)
+    where = (str(value.device), flat.data_ptr(), flat.numel())
+    return (flat.numpy() if value.device.type == "cpu" else flat), where
+
+
+class _Lying:
+    """What the target holds, with the given updates taken back, as a state of a tree with this schema."""
+
+    def __init__(self, schema: Schema, live: Live, back: Sequence[Sequence[Write]]) -> None:
+        self._schema = schema
+        self._regions = live.regions(schema)
+        # By tensor and first byte of the chunk, in the order in which they are taken back.
+        self._back: dict[tuple[int, int], list[Write]] = {}
+        for writes in back:
+            for write in writes:
+                self._back.setdefault((write.tensor, write.start), []).append(write)
+
+    def read(self, low: int, high: int) -> frame.Buffer:
+        pieces = []
+        for chunk in range(low, high):
+            tensor, start, stop = self._schema.span(chunk)
+            region = self._regions[tensor]
+            if region is None:
+                raise Corrupt(f"tensor {self._schema.tensors[tensor].name!r:.200} is not kept here")
+            data = region.read(start, stop)
+            if undone := self._back.get((tensor, start)):
+                data = _undo(data, undone)
+            pieces.append(data)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _undo(data: frame.Buffer, writes: Sequence[Write]) -> frame.Buffer:
+    import numpy
+
+    out = numpy.frombuffer(bytearray(data), numpy.uint8)
+    for write in writes:
+        old = _host(write.old)
+        lanes = out.view(old.dtype)
+        if write.at is None:
+            lanes[:] = old
+        else:
+            lanes[_host(write.at)] = old
+    return memoryview(out)  # type: ignore[arg-type]
+
+
+def _host(array: Any) -> Any:
+    return array if hasattr(array, "__array_interface__") else array.cpu().numpy()
+
+
+def find(
+    shelf: Shelf,
+    refs: Refs,
+    entry: Entry,
+    live: Live,
+    held: Tree | None,
+    back: Sequence[Sequence[Write]] | None,
+) -> tuple[list[Write], Tree]:
+    """The writes that bring tensors to a version, and its tree. Every byte is checked before this returns.
+
+    `held` is the tree that they hold, as far as is known: what the version has in common with it is not looked at.
+    `back` are updates to take back, if that leads to the version's tree.
+    """
+    lying: resolve.Lying | None = None
+    if back is not None:
+        made = entry.version
+        assert made is not None
+        lying = made.tree, lambda schema: _Lying(schema, live, back)
+    elif held is not None:
+        lying = held.digest, lambda schema: _Lying(schema, live, ())
+    with resolve.opened(shelf, refs, entry, lying=lying) as (_, verified):
+        tree = verified.tree
+        regions = live.regions(tree.schema)
+        same = _common(tree, held)
+        wanted = [
+            block
+            for block in verified.blocks()
+            if any(regions[tree.schema.tensor_of(chunk)] is not None and not same(chunk) for chunk in range(*block))
+        ]
+        writes: list[Write] = []
+        with ThreadPoolExecutor(parallel.workers(), "weightvc-stage") as pool:
+            for found in parallel.ordered(
+                pool, lambda block: _of_block(verified, regions, same, block), wanted, 2 * parallel.workers() + 2
+            ):
+                writes += found
+    return writes, tree
+
+
+def _common(tree: Tree, held: Tree | None) -> Callable[[int], bool]:
+    """Whether a chunk of `tree` is in its place already."""
+    if held is None:
+        return lambda chunk: False
+    if held.schema.digest == tree.schema.digest:
+        return lambda chunk: tree.chunk(chunk) == held.chunk(chunk)
+    return lambda chunk: False
+
+
+def _of_block(
+    verified: Verified, regions: Sequence[Region | None], same: Callable[[int], bool], block: tuple[int, int]
+) -> list[Write]:
+    import numpy
+
+    import weightvc_kernels as kernels
+
+    low, high = block
+    schema = verified.tree.schema
+    data = memoryview(verified.read(low, high))
+    writes, at = [], 0
+    for chunk in range(low, high):
+        tensor, start, stop = schema.span(chunk)
+        piece = data[at : at + stop - start]
+        at += stop - start
+        region = regions[tensor]
+        if region is None or same(chunk) or start == stop:
+            continue
+        info = schema.tensors[tensor]
+        lane = dtypes.lane(info.dtype)
+        new = numpy.frombuffer(piece, f"<i{lane}" if lane > 1 else "u1")
+        old = numpy.frombuffer(region.read(start, stop), new.dtype)
+        where = kernels.diff_lanes(old, new, lane)
+        if not where.size:
+            continue
+        lanes = region.lanes(start, stop, lane)
+        parts: Sequence[Any] = (where, new[where], old[where])
+        if where.size * DENSE >= new.size:
+            parts = (None, new.copy(), old.copy())
+        writes.append(Write(info.name, tensor, start, lanes, *_beside(lanes, parts)))
+    return writes
+
+
+def _beside(lanes: Any, parts: Sequence[Any]) -> Sequence[Any]:
+    """Arrays on the device that `lanes` lie on."""
+    if hasattr(lanes, "__array_interface__"):
+        return parts
+    import torch
+
+    return [None if part is None else torch.from_numpy(part).to(lanes.device) for part in parts]
+
+
+def differing(live: Live, tree: Tree) -> list[str]:
+    """Names of a version's tensors that the target does not hold bit for bit."""
+    regions = live.regions(tree.schema)
+    schema = tree.schema
+
+    def wrong(i: int) -> bool:
+        region = regions[i]
+        if region is None:
+            return False
+        for chunk in range(schema.first_chunk[i], schema.first_chunk[i + 1]):
+            _, start, stop = schema.span(chunk)
+            if frame.digest(region.read(start, stop)) != tree.chunk(chunk):
+                return True
+        return False
+
+    with ThreadPoolExecutor(parallel.workers(), "weightvc-verify") as pool:
+        bad = list(pool.map(wrong, range(len(schema.tensors))))
+    return [tensor.name for tensor, is_bad in zip(schema.tensors, bad, strict=True) if is_bad]

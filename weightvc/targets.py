@@ -1,0 +1,276 @@
+"""Targets of a client: what is kept at a version. Directories, slots of one, and live tensors."""
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from weightvc.errors import BadTensor, Corrupt, Refused
+from weightvc.history import version_of
+from weightvc.objects.catalogue import Entry
+from weightvc.protocol.checkout import local_errors, read_marker
+from weightvc.protocol.refs import Refs
+
+if TYPE_CHECKING:
+    from weightvc.repository import Repository
+
+__all__ = ["Directory", "Slots", "Staged", "Target", "Tensors"]
+
+_SLOT: Final = re.compile(r"[0-9a-f]{12}")
+CURRENT: Final = "current"
+"""Name of the link to the slot in use."""
+
+
+@dataclass(slots=True)
+class Staged:
+    """What is ready to be written: `activate` does, from the version `start` (an id, or None)."""
+
+    start: str | None
+    activate: Callable[[], None]
+    changed: list[str] = field(default_factory=list)
+    path: Path | None = None
+
+
+class Target(ABC):
+    """Something that is kept at a version."""
+
+    @property
+    @abstractmethod
+    def holds(self) -> str | None:
+        """The id of the version that it holds, as far as that is known."""
+
+    @abstractmethod
+    def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
+        """Prepare the move to a version, and write nothing that is in use."""
+
+    @abstractmethod
+    def verify(self, repository: "Repository", ident: str) -> list[str]:
+        """Read all of it; what differs from version `ident`, by name."""
+
+
+class Directory(Target):
+    """A checked-out directory that is replaced as a whole, by one rename.
+
+    A server that opens its files one after the other may read some of either version: use Slots for that.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.realpath(path))
+
+    @property
+    def holds(self) -> str | None:
+        """What its marker says."""
+        marker = read_marker(self.path) if self.path.is_dir() else None
+        return marker.version if marker is not None else None
+
+    def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
+        """Build the version beside it, under a hidden name."""
+        beside = self.path.with_name(f".{self.path.name}.next")
+        _build(repository, refs, entry, branch, beside, self.path)
+
+        def activate() -> None:
+            from weightvc import worktree
+
+            worktree.replace(self.path, beside)
+
+        return Staged(self.holds, activate, path=self.path)
+
+    def verify(self, repository: "Repository", ident: str) -> list[str]:
+        """Read all of it; tensors and files that differ."""
+        return _verify(repository, self.path, ident)
+
+
+class Slots(Target):
+    """A directory with a checked-out directory a version: DIR/ID, and DIR/current, a link to the one in use.
+
+    A server is told a path that never changes its meaning, DIR/ID. The slot in use and the one before it stay.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.realpath(path))
+
+    @property
+    def holds(self) -> str | None:
+        """What the marker of the slot in use says."""
+        slot = self._slot()
+        marker = read_marker(slot) if slot is not None and slot.is_dir() else None
+        return marker.version if marker is not None else None
+
+    def _slot(self) -> Path | None:
+        try:
+            name = os.readlink(self.path / CURRENT)
+        except OSError:
+            return None
+        return self.path / name if _SLOT.fullmatch(name) else None
+
+    def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
+        """Build the version's slot, from the one in use and patches."""
+        made, used = version_of(entry), self._slot()
+        slot = self.path / made.short
+        start = self.holds
+        if slot != used:
+            with local_errors(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._clear({slot, used})
+            _build(repository, refs, entry, branch, slot, used)
+        elif start != made.id or _verify(repository, slot, made.id):
+            raise Corrupt(f"{slot} is in use and is not what version {made.short} has: pull another version first")
+
+        def activate() -> None:
+            with local_errors(self.path):
+                link = self.path / f".{CURRENT}.{os.getpid()}-{threading.get_ident()}"
+                with contextlib.suppress(FileNotFoundError):
+                    link.unlink()
+                os.symlink(made.short, link)
+                os.rename(link, self.path / CURRENT)
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+        return Staged(start, activate, path=slot)
+
+    def _clear(self, keep: set[Path | None]) -> None:
+        """Remove slots but those to keep and the newest other one: a server may still be reading that."""
+        slots = [p for p in self.path.iterdir() if _SLOT.fullmatch(p.name) and p not in keep and read_marker(p)]
+        for slot in sorted(slots, key=lambda p: p.stat().st_mtime)[:-1]:
+            shutil.rmtree(slot, ignore_errors=True)
+
+    def verify(self, repository: "Repository", ident: str) -> list[str]:
+        """Read all of the slot in use; tensors and files that differ."""
+        slot = self._slot()
+        assert slot is not None
+        return _verify(repository, slot, ident)
+
+
+def _build(
+    repository: "Repository", refs: Refs, entry: Entry, branch: str | None, place: Path, start: Path | None
+) -> None:
+    from weightvc import worktree
+
+    worktree.checkout(
+        repository._shelf,
+        refs,
+        entry,
+        place,
+        branch=branch,
+        force=False,
+        replace=True,
+        progress=repository.progress,
+        start=start,
+    )
+
+
+def _verify(repository: "Repository", path: Path, ident: str) -> list[str]:
+    found = repository.verify(path, ident)
+    return [*found.tensors, *found.files, *found.foreign]
+
+
+Where = tuple[str, int | None]
+"""A tensor of the target, and the row of it where a version's tensor begins; None: it is all of it."""
+
+
+class Tensors(Target):
+    """Live tensors, written in place: torch tensors (on any device) or numpy arrays by name, or a module's.
+
+    `names` says where a version's tensor goes: a mapping or function from its name to the target's name; or to
+    (name, row), where it is rows of a larger tensor, as q, k and v are in a fused one; or to None, where this host
+    does not want it. What a mapping does not have keeps its name. Every tensor of the target has to be covered,
+    unless it shares its memory with one that is. Dtypes and shapes must be the version's, and the memory contiguous.
+
+    A write is absolute: activate() may be run again after it was interrupted, and the next stage() does so.
+    """
+
+    UNDO: Final = 4
+    """Updates that can be taken back without fetching anything."""
+
+    def __init__(
+        self,
+        tensors: Any,
+        *,
+        names: "Mapping[str, Any] | Callable[[str], Any] | None" = None,
+        component: str = "",
+    ) -> None:
+        from weightvc.live import Live
+
+        self._live = Live(tensors, names, component)
+        self._holds: str | None = None
+        self._tree: Any = None
+        self._begun: Any = None
+        self._undo: list[Any] = []
+
+    @property
+    def holds(self) -> str | None:
+        """The version that it holds; None before the first, and after a write that was interrupted."""
+        return self._holds
+
+    def forget(self) -> None:
+        """Somebody else wrote to the tensors: compare all of them at the next pull."""
+        self._holds, self._tree, self._begun = None, None, None
+        self._undo.clear()
+
+    def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
+        """Find every write that the version needs, verified, and what it overwrites."""
+        from weightvc import live
+
+        made = version_of(entry)
+        if self._begun is not None:
+            # Half of an update was written. Its writes are absolute, so all of it can be written now.
+            self._begun()
+        if self._tree is not None and self._tree.digest == made.tree:
+            writes: list[live.Write] = []
+            tree = self._tree
+        else:
+            back = self._back(made.tree)
+            writes, tree = live.find(repository._shelf, refs, entry, self._live, self._tree, back)
+        old_tree, start = self._tree, self._holds
+        names = list(dict.fromkeys(write.name for write in writes))
+
+        def activate() -> None:
+            self._holds, self._begun = None, activate
+            for write in writes:
+                write.apply()
+            if old_tree is not None and writes:
+                self._undo.append((old_tree, writes))
+                del self._undo[: -self.UNDO]
+            elif old_tree is None:
+                self._undo.clear()
+            self._tree, self._holds, self._begun = tree, made.id, None
+
+        return Staged(start, activate, changed=names)
+
+    def _back(self, digest: str) -> list[Any] | None:
+        """The updates to take back, newest first, to be at a tree again; None if it is not so near."""
+        for at in range(len(self._undo) - 1, -1, -1):
+            if self._undo[at][0].digest == digest:
+                return [writes for _, writes in reversed(self._undo[at:])]
+        return None
+
+    def verify(self, repository: "Repository", ident: str) -> list[str]:
+        """Hash all of them; the names, as the version has them, of those that differ. The next pull mends them."""
+        from weightvc import live
+
+        if self._tree is None:
+            raise Refused("the tensors hold no version yet: pull one")
+        wrong = live.differing(self._live, self._tree)
+        if wrong:
+            self.forget()
+        return wrong
+
+
+def check_where(name: str, where: Any) -> Where | None:
+    """What `names` gave for a tensor, as (name, row) or None. Raises BadTensor."""
+    if where is None:
+        return None
+    if type(where) is str:
+        return where, None
+    if isinstance(where, tuple) and len(where) == 2 and type(where[0]) is str and type(where[1]) is int:
+        return where[0], where[1]
+    raise BadTensor(f"names gave {where!r:.100} for tensor {name!r:.100}: a name, (name, row) or None is wanted")
