@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from weightvc.errors import Corrupt, KeyNotFound, NotFound, Unsupported, WeightvcError
+from weightvc.errors import Corrupt, Expired, KeyNotFound, NotFound, Unsupported, WeightvcError
 from weightvc.objects import frame, key
 from weightvc.objects.catalogue import EXPIRED, Entry, Place, Way
 from weightvc.objects.manifest import Manifest
@@ -248,7 +248,8 @@ class _Whole(Refs):
     def entry(self, ident: str) -> Entry:
         entry = self._found.entries.get(ident)
         if entry is None:
-            return super().entry(ident)
+            super().entry(ident)  # raises where it is not catalogued at all
+            raise Expired(f"version {ident[:12]} has expired: it has no place any more")
         return self.whole(entry)
 
     def whole(self, entry: Entry) -> Entry:
