@@ -7,6 +7,7 @@ numba for a patch: so `worth` says no there.
 """
 
 import sys
+from collections.abc import Sequence
 
 import blake3
 import numpy as np
@@ -23,7 +24,7 @@ def worth(count: int) -> bool:
     return count >= MANY and "weightvc_kernels.context_kernels" in sys.modules
 
 
-def digests(data: Buffer, cuts: "np.typing.NDArray[np.int64] | list[int]") -> bytes:
+def digests(data: Buffer, cuts: "np.typing.NDArray[np.int64] | Sequence[int]") -> bytes:
     """blake3 of each piece of `data` between two neighbouring `cuts`, one after the other: 32 bytes a piece.
 
     `cuts` ascend from 0 or more to at most the length of `data`: ValueError if they do not.

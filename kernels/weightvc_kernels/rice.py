@@ -48,6 +48,16 @@ _NOTHING = np.empty(0, np.uint8)
 _EXTRA = (4, 7, 14, 20, *range(25, 300, 4))
 
 
+def prepare() -> None:
+    """Have all of the codec compiled, as context.prepare does for that one."""
+    for lane in (1, 2, 4, 8):
+        old = np.zeros(4096, np.uint8)
+        new = old.copy()
+        new[lane - 1] = 1
+        positions_values(encode(old, new, "", lane), old, lane)
+        decode_into(encode(old, new, "", lane), old, lane)
+
+
 def encode(old: Buffer, new: Buffer, dtype: str, lane: int) -> bytes:
     """The payload that turns `old` into `new`. Raises CodecError as encode_patch does."""
     return encode_patch(old, new, dtype, lane)[0]

@@ -24,7 +24,7 @@ from weightvc.protocol import state
 from weightvc.protocol.state import Chain, Level, Models
 from weightvc.sources import header, paths
 from weightvc.sources.base import Layout, LayoutFile
-from weightvc_kernels import context, context_tables, payloads, streams
+from weightvc_kernels import context, context_tables, payloads, rice, streams
 
 Array = npt.NDArray[np.uint8]
 Seeds = Callable[[], list[bytes]]
@@ -148,12 +148,13 @@ def context_block(data: bytes) -> None:
 
 def block_seeds() -> list[bytes]:
     out = []
-    for i, lane in enumerate((1, 2, 4, 8)):
+    for i, (lane, dtype) in enumerate(((1, "F8_E4M3"), (2, "BF16"), (4, "F32"), (8, "I64"))):
         for density in (0.0, *DENSITIES):
             old, new = pair(lane, density)
             for size in (64, LANES):
                 before, after = old[: size * lane], new[: size * lane]
-                for codec, payload in (wk.encode_patch(before, after, lane)[:2], wk.encode_whole(after, lane)):
+                coded = wk.RICE, rice.encode(before, after, dtype, lane)
+                for codec, payload in (wk.encode_patch(before, after, lane)[:2], wk.encode_whole(after, lane), coded):
                     out.append(bytes([codec, i]) + size.to_bytes(2, "little") + payload)
     # A change that changes nothing.
     idle = (

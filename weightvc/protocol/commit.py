@@ -171,8 +171,12 @@ class Build:
             patch = Packer(self._shelf, self._transaction, uploads) if self._parent is not None else None
             base = Packer(self._shelf, self._transaction, uploads) if self._base else None
             if self._parent is not None and self._coder.learns(schema.nbytes):
-                # A sixteenth of what is there, to make the tables from.
-                self._coder.learn(parallel.ordered(pool, self._sample, enumerate(blocks), 64))
+                # A sixteenth of what is there, to make the tables from; of small trees more.
+                from weightvc_kernels import context
+
+                every = max(1, min(context.STRIDE, len(blocks) // context.STRIDE))
+                chosen = ((i % every == 0, block) for i, block in enumerate(blocks))
+                self._coder.learn(parallel.ordered(pool, self._sample, chosen, 64))
             for block in parallel.ordered(pool, self._encode, blocks, window):
                 count = block.high - block.low
                 digests.append(block.digests)
@@ -246,10 +250,11 @@ class Build:
         base = kernels.encode_whole(new, lane) if self._base else None
         return _Block(low, high, joined, codec, payload, check, changed, float32, base)
 
-    def _sample(self, numbered: tuple[int, tuple[int, int]]) -> tuple[str, Any]:
+    def _sample(self, chosen: tuple[bool, tuple[int, int]]) -> tuple[str, Any]:
+        """Statistics of a block: of parts of it where they are at hand, else of all of it if it is `whole`."""
         from weightvc_kernels import CodecError, context
 
-        number, (low, high) = numbered
+        whole, (low, high) = chosen
         assert self._parent is not None
         schema = self._schema
         tensor, start, stop = schema.span(low)
@@ -271,7 +276,7 @@ class Build:
                     news.append(self._input.read(tensor, start + unit, start + end))
                 else:
                     return dtype, context.sample(b"".join(olds), b"".join(news), dtype, 1)
-            if number % context.STRIDE:
+            if not whole:
                 return dtype, None
             old = self._parent.bytes.read(source, source + high - low)
             return dtype, context.sample(old, self._read(low, high), dtype, 1)
