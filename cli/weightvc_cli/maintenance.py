@@ -45,14 +45,23 @@ _COUNT = click.IntRange(min=1)
 @click.option("--keep-within", type=Duration(), metavar="TIME", help="Keep versions younger than this (7d).")
 @click.option("--keep-every", type=_COUNT, metavar="N", help="Keep versions whose generation is a multiple of N.")
 @click.option("--keep-every-step", type=_COUNT, metavar="N", help="Keep versions whose step is a multiple of N.")
-@click.option("--keep-meta", multiple=True, metavar="K=V", help="Keep versions with this metadata.")
+@click.option(
+    "--keep-meta", multiple=True, metavar="K=V", help="Keep versions with this metadata, as often as needed."
+)
 @click.option(
     "--keep-unreachable", type=Duration(), metavar="TIME", help="Keep what nothing leads to any more so long (30d)."
 )
-@click.option("-b", "--branch", "branches", multiple=True, metavar="NAME", help="The rules are for this branch only.")
+@click.option(
+    "-b",
+    "--branch",
+    "branches",
+    multiple=True,
+    metavar="NAME",
+    help="The rules are for this branch only; others keep all.",
+)
 @click.option("--save", is_flag=True, help="Keep the policy in the repository, for later runs without options.")
 @click.option("--forget", is_flag=True, help="Keep no policy (of --branch, if that is given) any more.")
-@click.option("--show", is_flag=True, help="Show the policy that the repository keeps.")
+@click.option("--show", is_flag=True, help="Show the policy that the repository keeps, as JSON.")
 @click.option("-n", "--dry-run", is_flag=True, help="Only say what would become of each version.")
 @click.option("--force", is_flag=True, help="Also where there are no branches.")
 @json_option
@@ -76,8 +85,9 @@ def expire(
 ) -> None:
     """Let go of versions that no rule keeps.
 
-    A version stays that any rule keeps. Heads and tagged versions always do. Without rules, the policy that the
-    repository keeps is followed. `weightvc gc` then frees the space.
+    A version stays that any rule keeps. Heads and tagged versions always do. What others are patched from stays
+    stored as a step, but cannot be asked for any more. Without rules, the policy that the repository keeps is
+    followed. `weightvc gc` then frees the space. There is no way back: look with --dry-run first.
     """
     from weightvc.objects.retention import ALL, UNREACHABLE, Policy, Rules, to_json
 
@@ -101,6 +111,8 @@ def expire(
             raise click.UsageError("say what to keep of the branch")
         result = repository.expire(given, save=save, force=force, dry_run=dry_run)
         report_expiry(settings, result, dry_run=dry_run)
+        if save and not dry_run and not settings.json:
+            click.echo("the policy is kept: `weightvc expire` and `weightvc maintain` follow it")
 
 
 def _meta(text: str) -> tuple[str, Any]:
@@ -132,10 +144,11 @@ def report_expiry(settings: Settings, result: "Expiry", *, dry_run: bool) -> Non
     for line in table(rows, "lllrl") if rows else ():
         click.echo(line)
     counts = {state: sum(one.state == state for one in result.decisions) for state in words}
-    verb = "would be" if dry_run else "are"
+    gone = counts["stone"] + counts["expired"]
+    verb = "would be" if dry_run else "is" if gone == 1 else "are"
     click.echo(
-        f"{counts['kept']} kept, {counts['stone']} kept as steps, {counts['expired']} {verb} let go of; "
-        f"{size(result.released)} for `weightvc gc` to free"
+        f"{counts['kept']} kept, {gone} {verb} let go of, {counts['stone']} of them "
+        f"stored on as steps; {size(result.released)} for `weightvc gc` to free"
     )
 
 
@@ -161,7 +174,9 @@ def expiry_json(result: "Expiry") -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--grace", type=Duration(), default="1h", metavar="TIME", help="How long what is dead is left (1h).")
+@click.option(
+    "--grace", type=Duration(), default="1h", metavar="TIME", help="How long what is dead is left: 90s, 10m, 1h (1h)."
+)
 @click.option("--every", type=Duration(), metavar="TIME", help="Go on for ever, a run each TIME.")
 @click.option("-n", "--dry-run", is_flag=True, help="Only say what a run would do.")
 @click.option("--force", is_flag=True, help="Also where it looks like a mistake.")
@@ -311,13 +326,11 @@ def _write_metrics(url: str, done: "Maintenance", lines: str | None, prometheus:
         with open(lines, "a") as file:
             file.write(as_json({"time": now, "repository": url, **found}) + "\n")
     if prometheus is not None:
-        text, named = [], ""
+        groups: dict[str, list[str]] = {}  # the lines of a metric have to stand together, below one TYPE
         for name, value in [*found.items(), ("time", now)]:
             metric, _, what = name.partition("/")
-            if metric != named:
-                text.append(f"# TYPE weightvc_{metric} gauge")
-                named = metric
             labels = {"repository": url} | ({"what": what} if what else {})
             inside = ",".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in labels.items())
-            text.append(f"weightvc_{metric}{{{inside}}} {value!r}")
-        write_atomically(prometheus, "\n".join(text) + "\n")
+            group = groups.setdefault(metric, [f"# TYPE weightvc_{metric} gauge"])
+            group.append(f"weightvc_{metric}{{{inside}}} {value!r}")
+        write_atomically(prometheus, "".join(f"{line}\n" for group in groups.values() for line in group))

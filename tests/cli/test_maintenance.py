@@ -1,5 +1,7 @@
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -34,7 +36,7 @@ def test_expire_says_what_keeps_each_version(shell: Shell) -> None:
         lines, ["head of main", "last 2 of main", "no rule keeps it", "meta good=true of main", "no rule keeps it"]
     ):
         assert rule in line
-    assert lines[5].startswith("3 kept, 0 kept as steps, 2 would be let go of; ")
+    assert lines[5].startswith("3 kept, 2 would be let go of, 0 of them stored on as steps; ")
     assert [entry["expired"] for entry in shell.json("log")] == [False] * 5
     made = shell.json("expire", "--keep-last", "2", "--keep-meta", "good=true")
     assert [one["state"] for one in made["versions"]] == ["kept", "kept", "expired", "kept", "expired"]
@@ -42,6 +44,13 @@ def test_expire_says_what_keeps_each_version(shell: Shell) -> None:
     assert not made["dry_run"]
     assert [entry["expired"] for entry in shell.json("log")] == [False, False, True, False, True]
     assert "it has expired" in shell.out("log")
+    assert ["(expired)" in line for line in shell.out("log", "--oneline").splitlines()] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert "expired" in shell.fails(6, "checkout", ids[0], "out")
     assert "expired" in shell.fails(6, "show", "main~2")
     shell.run("checkout", "main~1", "out")
@@ -120,6 +129,8 @@ def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
     assert found[0]["versions/kept"] == 1
     text = prometheus.read_text()
     assert "# TYPE weightvc_objects gauge\n" in text
+    metrics = [re.split(r"[ {]", line.removeprefix("# TYPE "))[0] for line in text.splitlines()]
+    assert len([key for key, _ in itertools.groupby(metrics)]) == len(set(metrics)) == text.count("# TYPE")
     assert f'weightvc_bytes{{repository={json.dumps(str(shell.cwd / ".weightvc"))},what="live"}} ' in text
     assert os.listdir(tmp_path).count("weightvc.prom") == 1
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
