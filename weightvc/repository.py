@@ -47,7 +47,7 @@ def init(
 
     The store is probed with parallel conditional writes first, and refused (UnsafeStore) if it breaks their
     promises. `options` are those of open(). If there is a repository already it is opened as it is, with
-    `exist_ok`; else KeyExists is raised.
+    `exist_ok`; else KeyExists is raised. Refused where manifests of a repository lie whose root is lost.
     """
     from weightvc.objects import root as roots
     from weightvc.stores.probe import probe
@@ -58,6 +58,12 @@ def init(
         with contextlib.suppress(KeyNotFound):
             repository.refresh()
             return repository
+    try:
+        _refuse_remains(repository)
+    except KeyExists:
+        if not exist_ok:
+            raise
+        return repository
     result = {} if repository.store.conditional else probe(repository.store)
     try:
         swap.create_root(repository.store, roots.first(default_branch, time.time_ns() // 1000, result))
@@ -88,6 +94,23 @@ def fsck(
     """Whether the repository at a path or URL is whole: see Repository.fsck. `options` are those of open()."""
     with open(url, lazy=True, **options) as repository:
         return repository.fsck(read_data=read_data, seed=seed)
+
+
+def _refuse_remains(repository: "Repository") -> None:
+    """Raise Refused where a repository has lost its root: a new, empty one would let its versions be collected.
+
+    Raises KeyExists if there is a root.
+    """
+    store = repository.store
+    if next(iter(store.list("manifest/")), None) is None:
+        return
+    with contextlib.suppress(KeyNotFound):  # somebody made it, and committed, meanwhile
+        swap.must_read(store)
+        raise KeyExists(f"{store.url} holds a weightvc repository already: open it instead")
+    raise Refused(
+        f"{store.url} has versions and no root: `weightvc fsck` says what one can be made of. To begin anew, choose "
+        "another place"
+    )
 
 
 def _connect(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import weightvc
 from tests.cli.conftest import Shell
 
 
@@ -91,6 +92,10 @@ def test_a_lost_root(shell: Shell, history: dict[str, str], damage: bytes | None
     assert "from the copy root.d/saved, with 4 versions; --adopt adds 1" in done.stdout
     assert "weightvc fsck --rebuild-root" in done.stderr
     assert root.exists() == (damage is not None)
+    if damage is None:
+        assert "`weightvc fsck`" in shell.fails(8, "init", ".weightvc")
+        with pytest.raises(weightvc.Refused, match="has versions and no root"):
+            weightvc.init(root.parent, cache=None, exist_ok=True)
     found = shell.json("fsck", "--rebuild-root", "--adopt")
     assert found["ok"]
     rebuilt = found["rebuilt"]

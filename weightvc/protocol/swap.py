@@ -54,7 +54,8 @@ def read_root(store: Store, *, unless_etag: str | None = None) -> Seen | None:
         got = store.get(key.ROOT, unless_etag=unless_etag)
     except KeyNotFound:
         raise KeyNotFound(
-            f"{store.url} holds no weightvc repository: make one with `weightvc init {store.url}`"
+            f"{store.url} holds no weightvc repository: make one with `weightvc init {store.url}`; if there was one, "
+            "see `weightvc fsck`"
         ) from None
     if got is None:
         return None
