@@ -256,7 +256,7 @@ class Client:
                 raise
             except StoreError as error:
                 failures += 1
-                _log.warning("%s cannot be read (%d times in a row): %s", self.repository.url, failures, error)
+                _log.warning("%s cannot be read (attempt %d): %s", self.repository.url, failures, error)
                 update = None
             due = update is not None and (update.lag is None or update.lag >= max_lag)
             if update is not None and due and update.version.id != self._holds():

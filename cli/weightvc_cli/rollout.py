@@ -1,8 +1,10 @@
 """Command of a rollout host: follow."""
 
+import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +40,19 @@ def follow(
 ) -> None:
     """Keep a directory at the newest version of a branch.
 
-    Each version is built and verified in a directory of its own, DIR/ID, while the old one is in use. Then the link
-    DIR/current is turned to it, by one rename, and CMD is run with WEIGHTVC_PATH (the directory), WEIGHTVC_VERSION,
-    WEIGHTVC_STEP and WEIGHTVC_RUN. The version before stays; older ones are removed. Where CMD fails, that is said,
-    and it is run again with the next update. Ends at SIGTERM or Ctrl-C, between two updates.
+    BRANCH is HEAD unless given. Each version is built and verified in a directory of its own, DIR/ID, while the old
+    one is in use. Then the link DIR/current is turned to it, by one rename, and CMD is run with WEIGHTVC_PATH (the
+    directory), WEIGHTVC_VERSION, WEIGHTVC_STEP and WEIGHTVC_RUN. The version before stays; older ones are removed. A
+    revert or reset is followed too. Where CMD fails, that is said, and it is run again with the next update. Ends at
+    SIGTERM or Ctrl-C, between two updates.
     """
     from weightvc.client import Client
     from weightvc.targets import Slots
 
+    log = logging.getLogger("weightvc")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(_Notes(settings))
     stop = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
@@ -62,6 +69,17 @@ def follow(
         signal.signal(signal.SIGTERM, before)
 
 
+class _Notes(logging.Handler):
+    """What following has to wait for, as notes on stderr."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._settings.note(record.getMessage())
+
+
 def _run(settings: Settings, command: str, update: "Update") -> int:
     version = update.version
     told = {
@@ -70,7 +88,8 @@ def _run(settings: Settings, command: str, update: "Update") -> int:
         "WEIGHTVC_STEP": "" if version.step is None else str(version.step),
         "WEIGHTVC_RUN": version.run or "",
     }
-    code = subprocess.run(command, shell=True, env={**os.environ, **told}, check=False).returncode
+    out = sys.stderr if settings.json else None  # stdout is for JSON alone
+    code = subprocess.run(command, shell=True, env={**os.environ, **told}, stdout=out, check=False).returncode
     if code:
         settings.note(f"`{command}` ended with status {code} at version {version.short}")
     return code

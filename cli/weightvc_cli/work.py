@@ -77,19 +77,25 @@ def _no_constant(text: str) -> Any:
 @click.option("-b", "--branch", metavar="NAME", help="The branch (that of a checked-out directory, else HEAD).")
 @click.option("--step", type=click.IntRange(min=0), help="Label: the step.")
 @click.option("--run", metavar="NAME", help="Label: the run.")
-@click.option("--meta", metavar="K=V", multiple=True, callback=_metadata, help="Metadata; V is JSON or a string.")
+@click.option(
+    "--meta",
+    metavar="K=V",
+    multiple=True,
+    callback=_metadata,
+    help="Metadata, as often as needed; V is JSON or a string.",
+)
 @click.option("--dtype", metavar="NAME", help="Cast floating tensors: bf16, fp16, fp32.")
 @click.option("--name", metavar="FILE", help="What a single file is called (model.safetensors).")
-@click.option("--exclude", metavar="GLOB", multiple=True, help="Leave files of a directory out.")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="Leave files of a directory out, as often as needed.")
 @click.option("--detach", is_flag=True, help="On no branch; the first --parent is what it is diffed against.")
-@click.option("--parent", metavar="REF", multiple=True, help="A further parent.")
+@click.option("--parent", metavar="REF", multiple=True, help="A further parent, as often as needed.")
 @click.option("--expect", metavar="REF", help="Only if this is the branch's head; '' for: no such branch yet.")
 @click.option(
     "--rebase",
     is_flag=True,
     help="If the branch moved, diff again on top of its new head: your weights replace its; nothing is merged.",
 )
-@click.option("--base", is_flag=True, help="Store it whole as well.")
+@click.option("--base", is_flag=True, help="Store it whole as well, so that a cold reader can start here.")
 @click.option(
     "--codec",
     metavar="NAME",
@@ -304,7 +310,7 @@ def status(settings: Settings, target: str | None) -> None:
     """
     target = target or checkout_here()
     _must_exist(target)
-    _check_no_repository(target)
+    _check_checkout(target)
     with settings.open(near=target) as repository:
         found = repository.status(target)
     clean = not (found.changed or found.missing)
@@ -337,11 +343,13 @@ def status(settings: Settings, target: str | None) -> None:
         click.echo("nothing changed")
 
 
-def _check_no_repository(target: str) -> None:
+def _check_checkout(target: str) -> None:
     from weightvc.errors import Refused
 
     if os.path.isfile(os.path.join(target, PLACE)):
         return
+    if os.path.isfile(slot := os.path.join(target, "current", PLACE)):
+        raise Refused(f"{target} holds versions side by side: name {os.path.dirname(slot)}")
     for place in (os.path.join(target, PLACE), target):
         if os.path.isfile(os.path.join(place, "root")):
             raise Refused(
@@ -365,6 +373,8 @@ def verify(settings: Settings, target: str | None, ref: str | None) -> None:
 
     target = target or checkout_here()
     _must_exist(target)
+    if ref is None:
+        _check_checkout(target)
     with settings.open(near=target) as repository:
         found = repository.verify(target, ref)
         mend = "" if found.ok else _mend(repository, target, found)

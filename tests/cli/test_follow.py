@@ -56,3 +56,22 @@ def test_a_command_that_fails_is_told_and_changes_nothing(shell: Shell, history:
     assert "ended with status 3" in json.loads(done.stderr)["note"]
     assert fields["path"] == str(shell.cwd / "served" / history["merge"][:12])
     assert shell.run("verify", "served/current", "main", "-r", ".weightvc").returncode == 0
+
+
+def test_what_is_waited_for_is_said_and_a_command_does_not_write_into_json(
+    shell: Shell, history: dict[str, str]
+) -> None:
+    running = start(
+        shell, "new", "--into", "served", "--every", "0.05", "--updates", "1", "--json", "--on-update", "echo X"
+    )
+    try:
+        assert running.stderr is not None
+        assert "'new'" in json.loads(running.stderr.readline())["note"]
+        shell.run("branch", "new", "exp")
+        out, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert (running.returncode, err) == (0, "X\n")
+    assert json.loads(out)["id"] == history["exp1"]
+    assert "name served/current" in shell.fails(8, "status", "served")
+    assert "name served/current" in shell.fails(8, "verify", "served")
