@@ -44,7 +44,8 @@ def log(
 ) -> None:
     """Show versions, newest first.
 
-    REF (HEAD unless given) and all that it descends from.
+    REF (HEAD unless given) and all that it descends from. Versions that retention let go of are among them, marked
+    as expired.
     """
     with settings.open() as repository, repository.snapshot() as root:
         names = _names(repository, root)
@@ -102,6 +103,8 @@ def _one_line(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
         parts.append(f"({', '.join(names[entry.new])})")
     if version.step is not None:
         parts.append(f"[step {version.step}]")
+    if entry.place is None or entry.expired is not None:
+        parts.append("(expired)")
     return [" ".join([*parts, first_line(version.message)]).rstrip()]
 
 

@@ -40,6 +40,15 @@ COMMANDS: Final = {
     "maintain": "maintenance",
     "fsck": "recovery",
 }
+INSTEAD: Final = {
+    "add": "`weightvc commit PATH` takes all that lies there",
+    "clone": "`weightvc checkout REF DIR` needs no copy of the repository",
+    "fetch": "`weightvc pull REF --into DIR` fetches",
+    "merge": "weights are not merged; `weightvc commit --parent REF` records a further parent",
+    "push": "`weightvc commit` has published already",
+    "switch": "`weightvc checkout REF DIR`",
+}
+"""What git has commands for, and what does it here."""
 INTERRUPTED: Final = 130
 CLOSED_PIPE: Final = 141
 
@@ -69,6 +78,8 @@ class _Commands(click.Group):
             import difflib
 
             close = difflib.get_close_matches(name, COMMANDS)
+            if name in INSTEAD:
+                ctx.fail(f"no command {name!r}: {INSTEAD[name]}")
             ctx.fail(f"no command {name!r}" + (f": did you mean {' or '.join(close)}?" if close else ""))
         return super().resolve_command(ctx, args)
 
@@ -126,7 +137,9 @@ def _run(settings: Settings) -> int:
     except click.ClickException as error:
         hint = getattr(getattr(error, "ctx", None), "command_path", "weightvc")
         settings.json = settings.json or "--json" in sys.argv
-        return _fail(settings, "Usage", f"{error.format_message()} (see `{hint} --help`)", error.exit_code, error)
+        return _fail(
+            settings, "Usage", f"{error.format_message().rstrip('.')} (see `{hint} --help`)", error.exit_code, error
+        )
     except WeightvcError as error:
         hint = settings.hint() if isinstance(error, KeyNotFound | AccessDenied | Unavailable) else ""
         return _fail(settings, type(error).__name__, f"{error}{hint}", error.exit_code, error)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.argument("name", required=False)
 @click.argument("ref", required=False)
 @click.option("-d", "--delete", metavar="NAME", help="Delete a branch; its versions stay until they expire.")
-@click.option("--restore", metavar="NAME", help="Make a deleted branch again, where it was.")
+@click.option("--restore", metavar="NAME", help="Make a deleted branch again, where it was (until it expires).")
 @click.option("--default", metavar="NAME", help="Let HEAD mean this branch.")
 @json_option
 @repository_option
@@ -103,7 +103,11 @@ def _gone(settings: Settings, what: str, name: str, ident: str) -> None:
 @repository_option
 @click.pass_obj
 def reset(settings: Settings, branch: str, ref: str, rewind: bool, expect: str | None, message: str) -> None:
-    """Move a branch to a version."""
+    """Move a branch to a version.
+
+    There is no current branch: name it, then where to. No directory is touched; those that follow the branch see it
+    move. `weightvc reflog BRANCH` has where it was.
+    """
     with settings.open() as repository:
         made: Version = repository.reset(branch, ref, rewind=rewind, expect=expect, message=message)
         report_version(settings, f"{branch} is at", made, first_line(made.message))
@@ -119,7 +123,8 @@ def reset(settings: Settings, branch: str, ref: str, rewind: bool, expect: str |
 def revert(settings: Settings, ref: str, branch: str, message: str | None) -> None:
     """Go back by a new version.
 
-    It has the weights and files of REF.
+    It has the weights and files of REF. So REF is the version to go back to, not, as in git, the one to undo:
+    `weightvc revert main~1` undoes the newest.
     """
     import time
 
@@ -127,3 +132,5 @@ def revert(settings: Settings, ref: str, branch: str, message: str | None) -> No
     with settings.open(what="revert") as repository:
         made = repository.revert(ref, branch=branch, message=message)
         report_commit(settings, repository, made, began)
+        if made.parents and repository.resolve(made.parents[0]).tree == made.tree:
+            settings.note("the branch had these weights already: REF is what to go back to, not what to undo")

@@ -67,10 +67,17 @@ def plan(settings: Settings, old: str, new: str) -> None:
 
 
 @click.command()
-@click.option("--share", type=click.IntRange(min=1), metavar="PERCENT", help="A base where patches outweigh so much.")
-@click.option("--base-every", type=click.IntRange(min=4), metavar="N", help="A base every N versions at least.")
-@click.option("--reverse/--no-reverse", default=None, help="Patches back as well.")
-@click.option("--save", is_flag=True, help="Keep what was given in the repository.")
+@click.option(
+    "--share",
+    type=click.IntRange(min=1),
+    metavar="PERCENT",
+    help="A base where the patches since the last one outweigh so much of it (50).",
+)
+@click.option(
+    "--base-every", type=click.IntRange(min=4), metavar="N", help="A base every N versions at least (1024)."
+)
+@click.option("--reverse/--no-reverse", default=None, help="Patches back as well (no).")
+@click.option("--save", is_flag=True, help="Keep what was given in the repository, for later runs and maintain.")
 @json_option
 @repository_option
 @click.pass_obj

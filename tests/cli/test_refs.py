@@ -1,3 +1,5 @@
+import json
+
 from tests.cli.conftest import Shell
 
 
@@ -46,7 +48,9 @@ def test_revert_goes_forward_to_old_weights(shell: Shell, history: dict[str, str
     assert made["tree"] == old["tree"]
     assert made["branch"] == "main"
     assert shell.json("show")["message"] == f"revert to {history['main1'][:12]}: message 1"
-    assert shell.json("revert", "v1", "-b", "exp", "-m", "again")["changed"] == 0
+    again = shell.run("revert", "v1", "-b", "exp", "-m", "again", "--json")
+    assert json.loads(again.stdout)["changed"] == 0
+    assert "had these weights already" in json.loads(again.stderr)["note"]
     assert shell.json("show", "exp")["message"] == "again"
 
 
