@@ -101,12 +101,14 @@ class Live:
         covered: dict[str, list[tuple[int, int, str]]] = {}
         regions: list[Region | None] = []
         faults = []
+        meant: set[str] = set()
         for tensor in schema.tensors:
             where = self._where(tensor)
             if where is None:
                 regions.append(None)
                 continue
             name, row = where
+            meant.add(name)
             have = self._info.get(name)
             if have is None:
                 faults.append(f"it has no tensor {name!r:.200}")
@@ -128,7 +130,7 @@ class Live:
                 start = width * row // 8
                 covered.setdefault(name, []).append((start, start + tensor.nbytes, tensor.name))
                 regions.append(Region(self._flat[name], start, tensor.nbytes))
-        faults += self._uncovered(covered)
+        faults += self._uncovered(covered, meant)
         if faults:
             more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
             raise BadTensor(
@@ -148,7 +150,7 @@ class Live:
             return check_where(tensor.name, self._names.get(tensor.name, tensor.name))
         return check_where(tensor.name, self._names(tensor.name))
 
-    def _uncovered(self, covered: Mapping[str, list[tuple[int, int, str]]]) -> Iterator[str]:
+    def _uncovered(self, covered: Mapping[str, list[tuple[int, int, str]]], meant: set[str]) -> Iterator[str]:
         shared = set()
         for name, parts in covered.items():
             at = 0
@@ -162,7 +164,7 @@ class Live:
                 yield f"nothing is written to all of {name!r:.200}"
             shared.add(self._memory[name])
         for name, info in self._info.items():
-            if name not in covered and info.nbytes and self._memory[name] not in shared:
+            if name not in meant and info.nbytes and self._memory[name] not in shared:
                 yield f"the version has nothing for {name!r:.200}"
 
 

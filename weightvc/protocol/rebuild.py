@@ -327,10 +327,12 @@ class _Builder:
                 self.made.notes.append(
                     f"the branch {name!r} was at {head[:12]}, which is not there any more: it is at {ident[:12]} now"
                 )
+        offered = {one.id for one in self.made.offered}
         for name, ident in [*tags.items()]:
             if (entry := entries.get(ident)) is None or entry.place is None:
                 del tags[name]
-                self.made.notes.append(f"the tag {name!r} is gone: version {ident[:12]} is not there any more")
+                why = "is told by its manifest alone (--adopt)" if ident in offered else "is not there any more"
+                self.made.notes.append(f"the tag {name!r} is gone: version {ident[:12]} {why}")
 
     def _new(self, page: str | None, tail: list[Entry], segments: Iterable[SegmentRef]) -> Root:
         made = self.made
