@@ -359,6 +359,22 @@ def test_versions_that_expire_meanwhile_are_skipped(memory_url: str, monkeypatch
     assert ways == {(ids[0], ids[16])}
 
 
+def test_across_a_base_whose_parent_expired_and_other_tensors(memory_url: str) -> None:
+    repository = weightvc.init(memory_url, cache=False)
+    model = {}
+    for at in range(9):
+        # From a base on, which is a patch as well, a tensor more.
+        weights = {**step(at), **({("", "more"): tensor("U8", (3,), 1)} if at >= 3 else {})}
+        model[repository.commit(Bits(weights), base=at == 3).id] = weights
+    repository.expire(weightvc.Policy({"*": weightvc.Rules(every=4)}))
+    done = repository.compact()
+    assert (done.patches, done.skipped) == (2, [])
+    for entry in repository.entries():
+        if entry.expired is None and entry.new is not None:
+            assert held(repository, entry.new) == model[entry.new]
+    assert repository.fsck(read_data=1).ok
+
+
 def test_a_collector_that_passes_by_makes_it_begin_again(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = weightvc.init(memory_url, cache=None)
     model = grow(repository, 9)

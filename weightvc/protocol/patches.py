@@ -112,7 +112,8 @@ def _between(shelf: Shelf, refs: Refs, old: Entry, new: Entry, first: Schema, la
         if source is None:
             return {}
         below = refs.entry(source)
-        assert below.place is not None
+        if below.place is None:
+            return {}  # let go of: `new`, or what leads to it, is read from a base
         if entry.place.schema != below.place.schema:
             made = resolve.manifest_of(shelf, entry)
             if made.patch is not None:
