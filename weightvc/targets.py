@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weightvc.errors import BadTensor, Corrupt, Refused
+from weightvc.errors import BadTensor, Conflict, Corrupt, Refused
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.protocol.checkout import local_errors, read_marker
@@ -204,6 +204,7 @@ class Tensors(Target):
         self._holds: str | None = None
         self._tree: Any = None
         self._begun: Any = None
+        self._writes = 0
         self._undo: list[Any] = []
 
     @property
@@ -214,6 +215,7 @@ class Tensors(Target):
     def forget(self) -> None:
         """Somebody else wrote to the tensors: compare all of them at the next pull."""
         self._holds, self._tree, self._begun = None, None, None
+        self._writes += 1
         self._undo.clear()
 
     def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
@@ -230,11 +232,17 @@ class Tensors(Target):
         else:
             back = self._back(made.tree)
             writes, tree = live.find(repository._shelf, refs, entry, self._live, self._tree, back)
-        old_tree, start = self._tree, self._holds
+        old_tree, start, since = self._tree, self._holds, self._writes
         names = list(dict.fromkeys(write.name for write in writes))
 
         def activate() -> None:
+            # The writes are what differed then: nobody may have written since, but for a part of these.
+            if self._begun is not activate and self._writes != since:
+                raise Conflict(
+                    f"the tensors were written to, or forgotten, since {made.short} was staged: stage it again"
+                )
             self._holds, self._begun = None, activate
+            self._writes += bool(writes)
             for write in writes:
                 write.apply()
             if old_tree is not None and writes:

@@ -173,6 +173,32 @@ def test_staged_from_elsewhere_is_refused(history: tuple[Made, list[dict[str, to
     check(target, states[2])
 
 
+def test_staged_before_a_write_that_was_interrupted_or_forgotten_is_refused(
+    history: tuple[Made, list[dict[str, torch.Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, states = history
+    target = {name: value.clone() for name, value in states[3].items()}
+    client = weightvc.Client(again(), into=target)
+    # Of what lies there, all but a little is what step 3 has: to move there writes nothing.
+    first, late = client.stage(at(1)), client.stage(at(3))
+    done = live.Write.apply
+    monkeypatch.setattr(live.Write, "apply", lambda self: done(self) if self.name == "a" else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first.activate()
+    monkeypatch.undo()
+    with pytest.raises(weightvc.Conflict, match="stage it again"):
+        late.activate()
+    first.activate()
+    check(target, states[1])
+    target["a"][0] = 9
+    assert client.verify() == ["a"]
+    assert client.current() is None
+    with pytest.raises(weightvc.Conflict, match="stage it again"):
+        late.activate()
+    late.stage().activate()
+    check(target, states[3])
+
+
 def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(
     history: tuple[Made, list[dict[str, torch.Tensor]]],
 ) -> None:
