@@ -75,11 +75,12 @@ class Live:
         """Raises BadTensor for what cannot be written in place."""
         self._names = names
         self.component = component
+        self._module = None if isinstance(tensors, Mapping) else tensors
+        self._values = dict(tensors) if isinstance(tensors, Mapping) else _of_module(tensors)
         self._flat: dict[str, Any] = {}
         self._info: dict[str, TensorInfo] = {}
-        self._memory: dict[str, tuple[object, int, int]] = {}
-        values = tensors if isinstance(tensors, Mapping) else _of_module(tensors)
-        for name, value in values.items():
+        self._memory: dict[str, tuple[str, int, int]] = {}
+        for name, value in self._values.items():
             if type(name) is not str:
                 raise BadTensor(f"the target has a name {name!r:.100}: use str")
             fault = memory.tensor_fault(value) or _fault(value)
@@ -89,6 +90,36 @@ class Live:
             self._flat[name], self._memory[name] = _flat(value)
         self._schema = ""
         self._regions: list[Region | None] = []
+        self._twins: list[tuple[int, int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the target; those that share their memory count each time."""
+        return sum(info.nbytes for info in self._info.values())
+
+    def check_place(self) -> None:
+        """Raise BadTensor if the target's tensors lie elsewhere by now: what is written here would serve nobody."""
+        values = self._values if self._module is None else _of_module(self._module)
+        for name, (_, address, nbytes) in self._memory.items():
+            value = values.get(name)
+            if nbytes and (value is None or (hasattr(value, "data_ptr") and value.data_ptr() != address)):
+                raise BadTensor(
+                    f"{name!r:.200} of the target does not lie where it did when the client was made (moved to "
+                    "another device or dtype, replaced or freed): make another client for what there is now"
+                )
+
+    def check_twins(self, tree: Tree, what: str) -> None:
+        """Raise BadTensor if tensors that are one here differ in a version."""
+        self.regions(tree.schema)
+        first = tree.schema.first_chunk
+        for one, other in self._twins:
+            for i in range(first[one + 1] - first[one]):
+                if tree.chunk(first[one] + i) != tree.chunk(first[other] + i):
+                    names = [tree.schema.tensors[tensor].name for tensor in (one, other)]
+                    raise BadTensor(
+                        f"{names[0]!r:.200} and {names[1]!r:.200} are the same memory in the target, and differ in "
+                        f"{what}: give them memory of their own, or leave one out with names=…"
+                    )
 
     def regions(self, schema: Schema) -> Sequence[Region | None]:
         """Where each tensor of a version lies; None where it is not wanted. Raises BadTensor if it does not fit."""
@@ -100,9 +131,10 @@ class Live:
     def _bind(self, schema: Schema) -> list[Region | None]:
         covered: dict[str, list[tuple[int, int, str]]] = {}
         regions: list[Region | None] = []
+        places: list[tuple[str, int, int, int]] = []
         faults = []
         meant: set[str] = set()
-        for tensor in schema.tensors:
+        for i, tensor in enumerate(schema.tensors):
             where = self._where(tensor)
             if where is None:
                 regions.append(None)
@@ -130,13 +162,18 @@ class Live:
                 start = width * row // 8
                 covered.setdefault(name, []).append((start, start + tensor.nbytes, tensor.name))
                 regions.append(Region(self._flat[name], start, tensor.nbytes))
+                device, address, _ = self._memory[name]
+                places.append((device, address + start, tensor.nbytes, i))
         faults += self._uncovered(covered, meant)
+        twins, overlaps = _shared(schema, places)
+        faults += overlaps
         if faults:
             more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
             raise BadTensor(
                 f"the target does not fit the version: {'; '.join(faults[:8])}{more}; map names with names=…, or "
                 "pull into new tensors"
             )
+        self._twins = twins
         return regions
 
     def _where(self, tensor: TensorInfo) -> tuple[str, int | None] | None:
@@ -168,6 +205,22 @@ class Live:
                 yield f"the version has nothing for {name!r:.200}"
 
 
+def _shared(schema: Schema, places: Sequence[tuple[str, int, int, int]]) -> tuple[list[tuple[int, int]], list[str]]:
+    """Of tensors, each with device, address, bytes and number: pairs of the very same memory, and what is wrong with
+    those that share a part of it."""
+    twins, faults = [], []
+    last = ("", 0, 0, 0)
+    for place in sorted(place for place in places if place[2]):
+        if place[:3] == last[:3]:
+            twins.append((last[3], place[3]))
+        elif place[0] == last[0] and place[1] < last[1] + last[2]:
+            one, other = (schema.tensors[i].name for i in (last[3], place[3]))
+            faults.append(f"{one!r:.100} and {other!r:.100} go to memory that overlaps")
+            continue
+        last = place
+    return twins, faults
+
+
 def _fits(shape: tuple[int, ...], have: tuple[int, ...], row: int | None) -> bool:
     if row is None:
         return shape == have
@@ -193,7 +246,7 @@ def _fault(value: Any) -> str:
     return ""
 
 
-def _flat(value: Any) -> tuple[Any, tuple[object, int, int]]:
+def _flat(value: Any) -> tuple[Any, tuple[str, int, int]]:
     """The bytes of a tensor, numpy where they lie in main memory, and which memory it is."""
     import numpy
 
@@ -262,6 +315,7 @@ def find(
     `held` is the tree that they hold, as far as is known: what the version has in common with it is not looked at.
     `back` are updates to take back, if that leads to the version's tree.
     """
+    live.check_place()
     lying: resolve.Lying | None = None
     if back is not None:
         made = entry.version
@@ -272,6 +326,7 @@ def find(
     with resolve.opened(shelf, refs, entry, lying=lying) as (_, verified):
         tree = verified.tree
         regions = live.regions(tree.schema)
+        live.check_twins(tree, f"version {(entry.new or '')[:12]}")
         same = _common(tree, held)
         wanted = [
             block
@@ -340,6 +395,7 @@ def _beside(lanes: Any, parts: Sequence[Any]) -> Sequence[Any]:
 
 def differing(live: Live, tree: Tree) -> list[str]:
     """Names of a version's tensors that the target does not hold bit for bit."""
+    live.check_place()
     regions = live.regions(tree.schema)
     schema = tree.schema
 

@@ -199,6 +199,48 @@ def test_staged_before_a_write_that_was_interrupted_or_forgotten_is_refused(
     check(target, states[3])
 
 
+def test_tensors_that_are_one_here_and_two_there_are_refused(again: Made) -> None:
+    repository = again()
+    old = repository.commit({"a": torch.ones(8), "b": torch.ones(8)})
+    new = repository.commit({"a": torch.ones(8), "b": torch.zeros(8)})
+    one = torch.full((8,), 7.0)
+    client = weightvc.Client(again(), into={"a": one, "b": one})
+    with pytest.raises(weightvc.BadTensor, match=r"'a' and 'b' are the same memory.*names="):
+        client.pull(new)
+    assert one.tolist() == [7] * 8
+    client.pull(old)
+    with pytest.raises(weightvc.BadTensor, match="the same memory"):
+        client.pull(new)
+    assert one.tolist() == [1] * 8
+    assert client.current() == old
+    rows = torch.zeros(12)
+    with pytest.raises(weightvc.BadTensor, match="overlaps"):
+        weightvc.Client(again(), into={"a": rows[:8], "b": rows[4:]}).pull(old)
+    weightvc.Client(again(), into={"a": one, "b": one}, names={"b": None}).pull(new)
+    assert one.tolist() == [1] * 8
+
+
+def test_a_target_whose_tensors_were_moved_is_refused(again: Made) -> None:
+    repository = again()
+    module = torch.nn.Linear(4, 4)
+    repository.commit(module)
+    client = weightvc.Client(again(), into=module)
+    client.pull()
+    assert client.verify() == []
+    module.double().float()
+    repository.commit({name: value + 1 for name, value in module.state_dict().items()})
+    for act in (client.pull, client.verify):
+        with pytest.raises(weightvc.BadTensor, match="make another client"):
+            act()
+    held = {name: value.detach() for name, value in module.named_parameters()}
+    weightvc.Client(again(), into=module).pull()
+    client = weightvc.Client(again(), into=held)
+    client.pull()
+    held["weight"].data = torch.zeros(4, 4)
+    with pytest.raises(weightvc.BadTensor, match="'weight'"):
+        client.pull("main~1")
+
+
 def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(
     history: tuple[Made, list[dict[str, torch.Tensor]]],
 ) -> None:
