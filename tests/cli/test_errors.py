@@ -28,7 +28,7 @@ def test_version_and_help(shell: Shell) -> None:
 
 def test_usage_errors(shell: Shell) -> None:
     assert "nothing" in shell.fails(2, "nothing")
-    assert "did you mean commit?" in shell.fails(2, "comit", "x")
+    assert "did you mean commit" in shell.fails(2, "comit", "x")
     assert shell.out("help") == shell.out("--help")
     assert shell.out("help", "log") == shell.out("log", "--help")
     assert "weightvc commit --help" in shell.fails(2, "commit")

@@ -258,7 +258,9 @@ def add_way(url: str, ident: str, *, base: bool = True) -> str:
     shelf, seen = repository._shelf, swap.must_read(repository.store)
     transaction = key.Transaction(seen.root.sequence)
     with repository.source(ident, whole=True) as source:
-        build = commit.Build(shelf, source, source.tree.schema, None, transaction, base=True, progress=None)
+        build = commit.Build(
+            shelf, source, source.tree.schema, None, transaction, base=True, codec="small", progress=None
+        )
         tree, stream, _ = build.run()
         old = source.manifest
     assert stream is not None
