@@ -24,8 +24,8 @@ MARGIN: Final = 8
 """By more than one part in so many another coding has to be smaller, to be had instead of RICE."""
 CONTEXT_FROM: Final = 1 << 20
 """Bytes of a tree from which the context codec pays: it loads compiled code, and its tables weigh something."""
-FEW: Final = 64
-"""Changes of a block that may not earn the start of the context coder."""
+FEW: Final = 4
+"""Changes of a block that may not earn the start of the context coder: of so many SPARSE is tried too."""
 
 
 class Coder:
