@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weightvc.errors import BadTensor, Conflict, Corrupt, Refused
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
-from weightvc.protocol.checkout import local_errors, read_marker
+from weightvc.protocol.checkout import clear, local_errors, read_marker
 from weightvc.protocol.refs import Refs
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Directory", "Slots", "Staged", "Target", "Tensors"]
 
 _SLOT: Final = re.compile(r"[0-9a-f]{12}")
+_WORKSPACE: Final = re.compile(r"\.([0-9a-f]{12})\.weightvc-.*")
 CURRENT: Final = "current"
 """Name of the link to the slot in use."""
 
@@ -138,7 +139,10 @@ class Slots(Target):
         return Staged(start, activate, path=slot)
 
     def _clear(self, keep: set[Path | None]) -> None:
-        """Remove slots but those to keep and the newest other one: a server may still be reading that."""
+        """Remove slots but those to keep and the newest other one: a server may still be reading that; and what was
+        left of those that killed processes were building, each as large as a slot."""
+        for found in {m[1] for m in map(_WORKSPACE.fullmatch, os.listdir(self.path)) if m}:
+            clear(self.path / found)
         slots = [p for p in self.path.iterdir() if _SLOT.fullmatch(p.name) and p not in keep and read_marker(p)]
         for slot in sorted(slots, key=lambda p: p.stat().st_mtime)[:-1]:
             shutil.rmtree(slot, ignore_errors=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import weightvc
+from weightvc.protocol import checkout
 from weightvc.repository import Repository
 from weightvc.targets import Directory, Slots
 
@@ -151,6 +152,21 @@ def test_slots_keep_the_version_in_the_path(again: Made, tmp_path: Path) -> None
     assert slots.holds == versions[4].id
     client.pull(versions[3])  # back into a slot that is still there
     assert writer.verify(slots.path / "current", versions[3]).ok
+
+
+def test_slots_that_killed_processes_left_half_built_go(again: Made, tmp_path: Path) -> None:
+    writer = again()
+    versions = [commit(writer, step) for step in range(2)]
+    slots = Slots(tmp_path / "served")
+    client = weightvc.Client(again(), into=slots)
+    client.pull(versions[0])
+    dead = slots.path / f"{checkout._prefix(slots.path / versions[1].short)}0"
+    (dead / "new").mkdir(parents=True)
+    (dead / "new" / "model.safetensors").write_bytes(b"half")
+    with checkout._Workspace(slots.path / ("0" * 12)) as living:
+        client.pull(commit(writer, 2))
+        assert living.new.is_dir()
+    assert not any(".weightvc-" in path.name for path in slots.path.iterdir())
 
 
 def test_the_next_slot_is_made_from_the_one_in_use(again: Made, tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_a_workspace_is_taken_by_one(tmp_path):
     target = tmp_path / "out"
     with checkout._Workspace(target) as work:
         assert checkout._lock(work.path) is None
-        checkout._clear(target)
+        checkout.clear(target)
         assert work.new.is_dir()
     assert not work.path.exists()
     assert checkout._lock(work.path) is None

@@ -183,7 +183,7 @@ class Directory:
         self._replace = replace
         with local_errors(target):
             if target.parent.is_dir():
-                _clear(target)
+                clear(target)
             self._check()
             self.found = scan(target)
             self.marker = read_marker(target)
@@ -359,7 +359,7 @@ class OneFile:
         target = self.target
         with local_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            _clear(target)
+            clear(target)
             with _Workspace(target) as work:
                 fill(work.new)
                 new = work.new / file.path
@@ -446,7 +446,7 @@ def _lock(workspace: Path) -> int | None:
     return None
 
 
-def _clear(target: Path) -> None:
+def clear(target: Path) -> None:
     """Remove what killed checkouts into `target` left, and put the target back if one was killed with it in hand."""
     prefix = _prefix(target)
     for name in os.listdir(target.parent):
