@@ -29,6 +29,9 @@ EVERY: Final = 1.0
 SLOWEST: Final = 30.0
 """Seconds between two polls at most, while the store cannot be reached."""
 
+LONGEST: Final = 86400.0
+"""Seconds between two polls that may be asked for."""
+
 _log = logging.getLogger("weightvc")
 
 
@@ -240,8 +243,8 @@ class Client:
         until it is activated. A branch that does not exist yet is waited for, and so is a store that cannot be
         reached (that is logged, as "weightvc"). It ends when `stop` is set. Raises AccessDenied, Corrupt, Refused.
         """
-        if not every > 0 or max_lag < 1:
-            raise Refused(f"every={every!r}, max_lag={max_lag!r}: both have to be positive")
+        if not 0 < every <= LONGEST or max_lag < 1:
+            raise Refused(f"every={every!r}, max_lag={max_lag!r}: both have to be positive, and every a day at most")
         stop = stop or threading.Event()
         failures = 0
         while not stop.is_set():

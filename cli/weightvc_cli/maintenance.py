@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightvc.errors import Conflict, StateUnknown, StoreError
+from weightvc.errors import Conflict, Refused, StateUnknown, StoreError
 from weightvc_cli.output import as_json, first_line, shown, size, table
 from weightvc_cli.settings import Settings, json_option, repository_option
 
@@ -201,6 +201,8 @@ def gc(settings: Settings, grace: int, every: int | None, dry_run: bool, force: 
 def _for_ever(settings: Settings, every: int, once: Callable[[], int]) -> int:
     import sys
 
+    if every < 1:
+        raise Refused("--every 0s would never pause: give 1s at least")
     while True:
         try:
             once()

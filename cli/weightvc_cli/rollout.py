@@ -43,10 +43,12 @@ def follow(
     BRANCH is HEAD unless given. Each version is built and verified in a directory of its own, DIR/ID, while the old
     one is in use. Then the link DIR/current is turned to it, by one rename, and CMD is run with WEIGHTVC_PATH (the
     directory), WEIGHTVC_VERSION, WEIGHTVC_STEP and WEIGHTVC_RUN. The version before stays; older ones are removed. A
-    revert or reset is followed too. Where CMD fails, that is said, and it is run again with the next update. Ends at
+    revert or reset is followed too. Where CMD fails, that is said, and it is run again with the next update. An update
+    that fails because of the store, or because somebody else moved the link meanwhile, is tried again. Ends at
     SIGTERM or Ctrl-C, between two updates.
     """
     from weightvc.client import Client
+    from weightvc.errors import AccessDenied, Conflict, NotFound, StoreError
     from weightvc.targets import Slots
 
     log = logging.getLogger("weightvc")
@@ -59,8 +61,18 @@ def follow(
         with settings.open() as repository:
             client = Client(repository, into=Slots(target))
             following = client.follow(branch, every=every, max_lag=max_lag, stop=stop)
-            for done, update in enumerate(following, 1):
-                update.activate()
+            done = 0
+            for update in following:
+                try:
+                    update.activate()
+                except AccessDenied:
+                    raise
+                except (Conflict, NotFound, StoreError) as error:
+                    # The link is as it was; the newest version is offered again.
+                    settings.note(f"{error}; the update to {update.version.short} is tried again")
+                    stop.wait(every)
+                    continue
+                done += 1
                 code = _run(settings, command, update) if command else None
                 _report(settings, update, code)
                 if done == updates:

@@ -75,3 +75,25 @@ def test_what_is_waited_for_is_said_and_a_command_does_not_write_into_json(
     assert json.loads(out)["id"] == history["exp1"]
     assert "name served/current" in shell.fails(8, "status", "served")
     assert "name served/current" in shell.fails(8, "verify", "served")
+
+
+def test_an_update_that_cannot_be_fetched_is_tried_again(shell: Shell, history: dict[str, str]) -> None:
+    manifests, away = shell.cwd / ".weightvc" / "manifest", shell.cwd / ".weightvc" / "manifest.away"
+    manifests.rename(away)
+    running = start(shell, "exp", "--into", "served", "--every", "0.05", "--updates", "1", "--no-cache", "--json")
+    try:
+        assert running.stderr is not None
+        assert "is tried again" in json.loads(running.stderr.readline())["note"]
+        away.rename(manifests)
+        out, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+        running.communicate()
+    assert (running.returncode, json.loads(out)["id"]) == (0, history["exp1"])
+    assert os.readlink(shell.cwd / "served" / "current") == history["exp1"][:12]
+
+
+def test_how_often_to_look_is_from_some_time_to_a_day(shell: Shell, history: dict[str, str]) -> None:
+    for every in ("0", "nan", "1e300", "inf"):
+        assert "positive" in shell.fails(8, "follow", "--into", "served", "--updates", "1", "--every", every)
+    assert not (shell.cwd / "served").exists()

@@ -107,6 +107,8 @@ def test_gc_over_and_over(shell: Shell) -> None:
     child.send_signal(signal.SIGINT)
     assert child.wait(30) in (130, -signal.SIGINT)
     assert [run["deleted"]["kinds"].get("manifest") is not None for run in runs] == [True, False]
+    for service in ("gc", "maintain"):
+        assert "never pause" in shell.fails(8, service, "--every", "0s")
 
 
 def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
