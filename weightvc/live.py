@@ -50,7 +50,8 @@ class Region:
 
 @dataclass(slots=True)
 class Write:
-    """New lanes of a chunk: `lanes[at] = new`, all of them if `at` is None. `old` is what they were."""
+    """New lanes of a chunk: `lanes[at] = new`, all of them if `at` is None. `old` is what they were. `new` is None in
+    what is kept only to be taken back."""
 
     name: str
     tensor: int
@@ -59,6 +60,11 @@ class Write:
     at: Any
     new: Any
     old: Any
+
+    @property
+    def kept(self) -> int:
+        """Bytes that it takes to keep it."""
+        return sum(int(part.nbytes) for part in (self.at, self.new, self.old) if part is not None)
 
     def apply(self) -> None:
         """Write them."""

@@ -7,7 +7,7 @@ import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -193,7 +193,9 @@ class Tensors(Target):
     """
 
     UNDO: Final = 4
-    """Updates that can be taken back without fetching anything."""
+    """Updates that can be taken back without fetching their changes, at most,"""
+    UNDO_SHARE: Final = 0.5
+    """and the share of the tensors' own bytes that they may take, where those lie. Dense ones take as much each."""
 
     def __init__(
         self,
@@ -250,13 +252,21 @@ class Tensors(Target):
             for write in writes:
                 write.apply()
             if old_tree is not None and writes:
-                self._undo.append((old_tree, writes))
-                del self._undo[: -self.UNDO]
+                self._undo.append((old_tree, [replace(write, new=None) for write in writes]))
+                self._forget_oldest()
             elif old_tree is None:
                 self._undo.clear()
             self._tree, self._holds, self._begun = tree, made.id, None
 
         return Staged(start, activate, changed=names)
+
+    def _forget_oldest(self) -> None:
+        left = self.UNDO_SHARE * self._live.nbytes
+        for count, (_, writes) in enumerate(reversed(self._undo)):
+            left -= sum(write.kept for write in writes)
+            if left < 0 or count == self.UNDO:
+                del self._undo[: len(self._undo) - count]
+                break
 
     def _back(self, digest: str) -> list[Any] | None:
         """The updates to take back, newest first, to be at a tree again; None if it is not so near."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import weightvc
 from weightvc import live
 from weightvc.repository import Repository
+from weightvc.targets import Tensors
 
 Made = Callable[..., Repository]
 
@@ -108,6 +109,26 @@ def test_back_costs_a_manifest_and_no_base(history: tuple[Made, list[dict[str, t
     check(target, states[2])
     assert back.timings.requests <= 2
     assert back.timings.nbytes < 40_000
+
+
+def test_what_is_kept_to_go_back_is_bounded(again: Made) -> None:
+    repository = again()
+    random = np.random.default_rng(0)
+    states = [{"w": random.integers(0, 1 << 15, 100_000).astype(np.int16)} for _ in range(3)]
+    states += [{"w": states[2]["w"] ^ (np.arange(100_000) < edge).astype(np.int16)} for edge in range(100, 800, 100)]
+    versions = [repository.commit(state) for state in states]
+    target = {"w": np.zeros(100_000, np.int16)}
+    tensors = Tensors(target)
+    client = weightvc.Client(again(), into=tensors)
+    for number, version in enumerate(versions):
+        client.pull(version)
+        kept = sum(write.kept for _, writes in tensors._undo for write in writes)
+        assert kept <= target["w"].nbytes // 2
+        assert len(tensors._undo) == max(0, min(number - 2, tensors.UNDO))
+    assert client.pull(versions[-5]).timings.requests <= 2
+    check(target, {"w": torch.from_numpy(states[-5]["w"])})
+    client.pull(versions[0])
+    check(target, {"w": torch.from_numpy(states[0]["w"])})
 
 
 def test_without_a_target_new_tensors_come(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
