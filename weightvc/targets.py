@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weightvc.errors import BadTensor, Conflict, Corrupt, Refused
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
+from weightvc.objects.version import Version
 from weightvc.protocol.checkout import clear, local_errors, read_marker
 from weightvc.protocol.refs import Refs
 
@@ -72,12 +73,14 @@ class Directory(Target):
 
     def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
         """Build the version beside it, under a hidden name."""
+        made = version_of(entry)
         beside = self.path.with_name(f".{self.path.name}.next")
         _build(repository, refs, entry, branch, beside, self.path)
 
         def activate() -> None:
             from weightvc import worktree
 
+            _check_staged(beside, made)
             worktree.replace(self.path, beside)
 
         return Staged(self.holds, activate, path=self.path)
@@ -124,6 +127,7 @@ class Slots(Target):
             raise Corrupt(f"{slot} is in use and is not what version {made.short} has: pull another version first")
 
         def activate() -> None:
+            _check_staged(slot, made)
             with local_errors(self.path):
                 link = self.path / f".{CURRENT}.{os.getpid()}-{threading.get_ident()}"
                 with contextlib.suppress(FileNotFoundError):
@@ -170,6 +174,13 @@ def _build(
         progress=repository.progress,
         start=start,
     )
+
+
+def _check_staged(path: Path, made: Version) -> None:
+    """Raise Conflict unless a directory still holds what was staged there: another version may have been since."""
+    marker = read_marker(path) if path.is_dir() else None
+    if marker is None or marker.version != made.id:
+        raise Conflict(f"{path} does not hold version {made.short} any more, which was staged there: stage it again")
 
 
 def _verify(repository: "Repository", path: Path, ident: str) -> list[str]:

@@ -177,6 +177,27 @@ def test_the_next_slot_is_made_from_the_one_in_use(again: Made, tmp_path: Path) 
     assert client.pull(versions[2]).timings.requests <= 2
 
 
+@pytest.mark.parametrize("kind", [Directory, Slots])
+def test_what_others_were_staged_over_is_refused(
+    again: Made, tmp_path: Path, kind: type[Directory] | type[Slots]
+) -> None:
+    writer = again()
+    versions = [commit(writer, step) for step in range(5)]
+    target = kind(tmp_path / "served")
+    client = weightvc.Client(again(), into=target)
+    client.pull(versions[0])
+    first, *_, last = [client.stage(version) for version in versions[1:]]
+    with pytest.raises(weightvc.Conflict, match="stage it again"):
+        first.activate()
+    assert client.current() == versions[0]
+    assert client.verify() == []
+    last.activate()
+    assert client.current() == versions[4]
+    first.stage().activate()
+    assert client.current() == versions[1]
+    assert client.verify() == []
+
+
 def test_bad_arguments(again: Made, tmp_path: Path) -> None:
     client = weightvc.Client(again())
     for call in (
