@@ -253,7 +253,7 @@ class Client:
                 failures = 0
             except NotFound as error:
                 if failures == 0:
-                    _log.info("waiting for %s of %s: %s", branch, self.repository.url, error)
+                    _log.warning("waiting for %s of %s: %s", branch, self.repository.url, error)
                 failures, update = 1, None
             except AccessDenied:
                 raise

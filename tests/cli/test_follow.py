@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,17 @@ def start(shell: Shell, *args: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def first_said(running: "subprocess.Popen[str]") -> str:
+    """The first line on stderr, or nothing if there is none within a minute."""
+    assert running.stderr is not None
+    impatient = threading.Timer(60, running.kill)
+    impatient.start()
+    try:
+        return running.stderr.readline()
+    finally:
+        impatient.cancel()
 
 
 def wait_until(path: Path, text: str) -> None:
@@ -82,8 +94,7 @@ def test_an_update_that_cannot_be_fetched_is_tried_again(shell: Shell, history: 
     manifests.rename(away)
     running = start(shell, "exp", "--into", "served", "--every", "0.05", "--updates", "1", "--no-cache", "--json")
     try:
-        assert running.stderr is not None
-        assert "is tried again" in json.loads(running.stderr.readline())["note"]
+        assert "is tried again" in json.loads(first_said(running))["note"]
         away.rename(manifests)
         out, _ = running.communicate(timeout=60)
     finally:
@@ -97,3 +108,13 @@ def test_how_often_to_look_is_from_some_time_to_a_day(shell: Shell, history: dic
     for every in ("0", "nan", "1e300", "inf"):
         assert "positive" in shell.fails(8, "follow", "--into", "served", "--updates", "1", "--every", every)
     assert not (shell.cwd / "served").exists()
+
+
+def test_a_branch_that_is_not_there_is_said_to_be_waited_for(shell: Shell, history: dict[str, str]) -> None:
+    running = start(shell, "typo", "--into", "served", "--every", "0.05")
+    try:
+        assert "waiting for typo" in first_said(running)
+    finally:
+        running.send_signal(signal.SIGTERM)
+        running.communicate(timeout=60)
+    assert running.returncode == 0
