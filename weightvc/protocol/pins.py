@@ -244,6 +244,9 @@ def lease(
         try:
             # Only what is still named now, after the lease was there to be seen, is sheltered by it.
             now = swap.must_read(shelf.store)
+            if now.root.sequence != seen.root.sequence:
+                # And only what may still be read: it may be named as a step to others, and let go of by itself.
+                entry = promised(Refs(shelf, now.root).entry(entry.new or ""))
             if now.root.sequence == seen.root.sequence or names <= _named_by(shelf, now.root, needed):
                 holder.check()
                 return holder, now, entry
