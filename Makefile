@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint types unit fuzz bench clean
+.PHONY: demo test lint types unit fuzz soak bench clean
 
 demo: $(STAMP)
 	rm -rf .demo
@@ -31,6 +31,11 @@ unit: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz.run $(FUZZ_ARGS)
+
+# Long runs that look for orders of events in which something is lost.
+SECONDS ?= 600
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(SOAK_ARGS)
 
 bench:
 	@echo "benchmarks, each with --help; run one with $(BIN)/python:"
