@@ -259,6 +259,18 @@ def test_every_order_with_few_interruptions(one):
     assert found.orders > 1
 
 
+@pytest.mark.parametrize(
+    "one", [scenario(some, reset=resets, gc=gc()), scenario(some, commit=COMMIT, expire=expires)], ids=named
+)
+def test_leaving_out_what_commutes_leaves_out_no_end(one):
+    """The search that relies on it ends where the one that tries every order of everything ends."""
+    short, plain = explore(one), explore(one, preemptions=1000)
+    assert short.complete
+    assert plain.complete
+    assert short.ends == plain.ends
+    assert len(short.ends) > 1
+
+
 # Without its rules
 
 
@@ -318,6 +330,10 @@ MUTATIONS = {
     "a lease is believed in by the root before it": (
         LEASE,
         (pins, "lease", "now = swap.must_read(shelf.store)", "now = seen"),
+    ),
+    "a lease is believed in whatever became of its version": (
+        scenario(some, lease=leases("main~1"), expire=expires),
+        (pins, "lease", "if now.root.sequence != seen.root.sequence:", "if False:"),
     ),
     "leases are not read": (LEASE, (collect, "mark", "kept = held.live | ", "kept = ")),
     "what a patch starts from is not looked for": (

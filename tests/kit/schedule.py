@@ -552,6 +552,8 @@ class Explored:
     states: int = 0
     complete: bool = False
     depth: int = 0
+    ends: set[int] = field(default_factory=set, repr=False)
+    """What the store can be at the end, as hashes."""
 
 
 def explore(
@@ -631,6 +633,7 @@ def explore(
         found.depth = max(found.depth, len(stack))
         if run.whole and run.failure is None:
             found.orders += 1
+            found.ends.add(run.world.state)
             finish(run)
         if run.failure is not None:
             raise Lost(run.told())
