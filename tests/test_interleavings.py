@@ -29,7 +29,7 @@ from tests.kit.schedule import (
     wander,
 )
 from tests.kit.weights import Bits, Weights, flipped, held, tensor
-from weightvc.errors import WeightvcError
+from weightvc.errors import Unavailable, WeightvcError
 from weightvc.objects import catalogue, key
 from weightvc.objects.retention import Policy, Rules
 from weightvc.protocol import collect, commit, pins, swap
@@ -115,6 +115,8 @@ def leases(ref: str) -> Body:
         with repository.lease(ref, lifetime=pins.LONGEST) as made:
             try:
                 assert held(repository, made.id) == weights(made.message)
+            except Unavailable:
+                raise
             except WeightvcError as error:
                 raise AssertionError(f"a lease was held, and yet: {error}") from error
 
