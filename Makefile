@@ -2,7 +2,7 @@
 # with venv and pip. They always use .venv, whatever environment is active.
 
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed

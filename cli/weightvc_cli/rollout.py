@@ -43,9 +43,9 @@ def follow(
     BRANCH is HEAD unless given. Each version is built and verified in a directory of its own, DIR/ID, while the old
     one is in use. Then the link DIR/current is turned to it, by one rename, and CMD is run with WEIGHTVC_PATH (the
     directory), WEIGHTVC_VERSION, WEIGHTVC_STEP and WEIGHTVC_RUN. The version before stays; older ones are removed. A
-    revert or reset is followed too. Where CMD fails, that is said, and it is run again with the next update. An update
-    that fails because of the store, or because somebody else moved the link meanwhile, is tried again. Ends at
-    SIGTERM or Ctrl-C, between two updates.
+    revert or reset is followed too. Where CMD fails, that is said, and it is run again with the next update. An
+    update that fails because of the store, or because somebody else moved the link meanwhile, is tried again. Ends
+    at SIGTERM or Ctrl-C, between two updates.
     """
     from weightvc.client import Client
     from weightvc.errors import AccessDenied, Conflict, NotFound, StoreError
