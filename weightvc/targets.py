@@ -15,8 +15,9 @@ from weightvc.errors import BadTensor, Conflict, Corrupt, Refused
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version
-from weightvc.protocol.checkout import clear, local_errors, read_marker
+from weightvc.protocol.checkout import clear, local_errors, read_marker, some
 from weightvc.protocol.refs import Refs
+from weightvc.sources.paths import MARKER
 
 if TYPE_CHECKING:
     from weightvc.repository import Repository
@@ -114,12 +115,17 @@ class Slots(Target):
         return self.path / name if _SLOT.fullmatch(name) else None
 
     def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
-        """Build the version's slot, from the one in use and patches."""
+        """Build the version's slot, from the one in use and patches.
+
+        Raises Refused, and writes nothing, where the directory has no slots yet and is a checkout or has other files.
+        """
         made, used = version_of(entry), self._slot()
         slot = self.path / made.short
         start = self.holds
         if slot != used:
             with local_errors(self.path):
+                if used is None:
+                    self._check_free()
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._clear({slot, used})
             _build(repository, refs, entry, branch, slot, used)
@@ -141,6 +147,22 @@ class Slots(Target):
                     os.close(descriptor)
 
         return Staged(start, activate, path=slot)
+
+    def _check_free(self) -> None:
+        """Raise Refused for a directory that is somebody's, and would become a mix of theirs and slots."""
+        try:
+            names = sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return
+        if MARKER in names:
+            raise Refused(
+                f"{self.path} is a checkout or has a repository in it: name another directory, which gets one "
+                "directory a version, or bring this one forward as a whole (`weightvc pull`)"
+            )
+        # A new volume has its lost+found, and a run that was killed leaves slots and hidden names.
+        theirs = [n for n in names if not (n.startswith(".") or _SLOT.fullmatch(n) or n in (CURRENT, "lost+found"))]
+        if theirs:
+            raise Refused(f"{self.path} has files of its own: {some(theirs)}; name a new or an empty directory")
 
     def _clear(self, keep: set[Path | None]) -> None:
         """Remove slots but those to keep and the newest other one: a server may still be reading that; and what was

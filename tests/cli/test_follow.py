@@ -118,3 +118,16 @@ def test_a_branch_that_is_not_there_is_said_to_be_waited_for(shell: Shell, histo
         running.send_signal(signal.SIGTERM)
         running.communicate(timeout=60)
     assert running.returncode == 0
+
+
+def test_a_directory_that_is_somebodys_is_refused_and_stays_as_it_is(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("checkout", "v1", "served")
+    (shell.cwd / "mine").mkdir()
+    (shell.cwd / "mine" / "notes.txt").write_text("mine")
+    for place, mend in (("served", "`weightvc pull`"), ("mine", "notes.txt; name a new or an empty directory")):
+        before = sorted(os.listdir(shell.cwd / place))
+        assert mend in shell.fails(8, "follow", "--into", place, "--updates", "1")
+        assert sorted(os.listdir(shell.cwd / place)) == before
+    (shell.cwd / "volume" / "lost+found").mkdir(parents=True)
+    shell.run("follow", "--into", "volume", "--updates", "1")
+    shell.run("verify", "volume/current", "main", "-r", ".weightvc")
