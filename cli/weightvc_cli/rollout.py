@@ -59,7 +59,11 @@ def follow(
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         with settings.open() as repository:
-            client = Client(repository, into=Slots(target))
+            slots = Slots(target)
+            if (held := slots.holds) is not None:
+                # Nothing more may come for long, where that is the newest.
+                settings.note(f"{slots.path} holds version {held[:12]}; waiting for what comes after it")
+            client = Client(repository, into=slots)
             following = client.follow(branch, every=every, max_lag=max_lag, stop=stop)
             done = 0
             for update in following:

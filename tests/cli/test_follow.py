@@ -131,3 +131,17 @@ def test_a_directory_that_is_somebodys_is_refused_and_stays_as_it_is(shell: Shel
     (shell.cwd / "volume" / "lost+found").mkdir(parents=True)
     shell.run("follow", "--into", "volume", "--updates", "1")
     shell.run("verify", "volume/current", "main", "-r", ".weightvc")
+
+
+def test_what_is_held_at_the_start_is_said_and_is_no_update(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("follow", "--into", "served", "--updates", "1")
+    running = start(shell, "--into", "served", "--every", "0.05", "--updates", "1", "--json")
+    try:
+        assert running.stderr is not None
+        assert f"holds version {history['merge'][:12]}" in json.loads(running.stderr.readline())["note"]
+        new = shell.commit(5)
+        out, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert (running.returncode, err) == (0, "")
+    assert json.loads(out)["id"] == new
