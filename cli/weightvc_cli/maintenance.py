@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightvc.errors import Conflict, Refused, StateUnknown, StoreError
+from weightvc.errors import Conflict, RefNotFound, Refused, StateUnknown, StoreError
 from weightvc_cli.output import as_json, first_line, shown, size, table
 from weightvc_cli.settings import Settings, json_option, repository_option
 
 if TYPE_CHECKING:
     from weightvc.protocol.collect import Collection, Tally
     from weightvc.protocol.expire import Expiry
+    from weightvc.repository import Repository
     from weightvc.retention import Maintenance
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -99,6 +100,7 @@ def expire(
                 kept = repository.forget_policy(branches)
             click.echo(as_json(to_json(kept) if kept is not None else None))
             return
+        _check_branches(repository, branches)
         given: Policy | None = None
         if rules != Rules() or keep_unreachable is not None:
             named = dict.fromkeys(branches or [ALL], rules) if rules != Rules() else {}
@@ -113,6 +115,15 @@ def expire(
         report_expiry(settings, result, dry_run=dry_run)
         if save and not dry_run and not settings.json:
             click.echo("the policy is kept: `weightvc expire` and `weightvc maintain` follow it")
+
+
+def _check_branches(repository: "Repository", named: tuple[str, ...]) -> None:
+    """Raise RefNotFound for a branch that there is not, and that the kept policy does not name either."""
+    unknown = set(named) - set(repository.branches()) if named else set()
+    if unknown and (kept := repository.policy()) is not None:
+        unknown -= set(kept.branches)
+    if unknown:
+        raise RefNotFound(f"there is no branch {min(unknown)!r}: see `weightvc branch`")
 
 
 def _meta(text: str) -> tuple[str, Any]:

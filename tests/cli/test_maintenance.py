@@ -61,7 +61,13 @@ def test_a_policy_is_saved_shown_and_forgotten(shell: Shell) -> None:
     assert "--save" in shell.fails(8, "expire")
     assert shell.json("expire", "--show") is None
     shell.run("expire", "--keep-last", "2", "--save")
-    shell.run("expire", "-b", "exp", "--keep-within", "7d", "--save")
+    saving = ("expire", "-b", "exp", "--keep-within", "7d", "--save")
+    assert "no branch 'exp'" in shell.fails(3, *saving)
+    assert "exp" not in shell.json("expire", "--show")["branches"]
+    shell.run("branch", "exp")
+    shell.run(*saving)
+    shell.run("branch", "-d", "exp")
+    shell.run(*saving)  # the kept policy names it still
     kept = {"branches": {"*": {"last": 2}, "exp": {"within": 7 * 86400}}, "unreachable": 30 * 86400}
     assert shell.json("expire", "--show") == kept
     # What is not said again stays as it was.
