@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +12,7 @@ import click
 from weightvc.errors import Conflict, RefNotFound, Refused, StateUnknown, StoreError
 from weightvc_cli.output import as_json, first_line, shown, size, table
 from weightvc_cli.settings import Settings, json_option, repository_option
+from weightvc_cli.ways import compaction_json
 
 if TYPE_CHECKING:
     from weightvc.protocol.collect import Collection, Tally
@@ -311,7 +312,7 @@ def _report(settings: Settings, done: "Maintenance") -> int:
     if settings.json:
         out = {
             "expire": None if done.expiry is None else expiry_json(done.expiry),
-            "compact": None if done.compaction is None else asdict(done.compaction),
+            "compact": None if done.compaction is None else compaction_json(done.compaction),
             "gc": collection_json(done.collection),
             "copy": done.copy,
             "seconds": done.seconds,

@@ -85,7 +85,8 @@ def fsck(
             _print_rebuilt(made)
         report = repository.fsck(read_data=read_data, seed=seed, repair=repair, sources=sources)
     if settings.json:
-        fields = asdict(report) | {"ok": report.ok, "rebuilt": None if made is None else asdict(made)}
+        fields = asdict(report)
+        fields |= {"bytes": fields.pop("nbytes"), "ok": report.ok, "rebuilt": None if made is None else asdict(made)}
         click.echo(as_json(fields))
     else:
         _print(report)

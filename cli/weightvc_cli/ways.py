@@ -1,6 +1,6 @@
 """plan and compact: the ways to versions, shown and added."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -8,6 +8,7 @@ from weightvc_cli.output import as_json, shown, size, table
 from weightvc_cli.settings import Settings, json_option, repository_option
 
 if TYPE_CHECKING:
+    from weightvc.protocol.compact import Compacted
     from weightvc.protocol.plan import Step
 
 NOTHING = "nothing"
@@ -91,17 +92,21 @@ def compact(settings: Settings, share: int | None, base_every: int | None, rever
         for why in done.skipped:
             settings.note(f"skipped: {why}")
         if settings.json:
-            fields = {
-                "patches": done.patches,
-                "reverse": done.back,
-                "bases": done.bases,
-                "bytes": done.nbytes,
-                "swaps": done.swaps,
-                "skipped": done.skipped,
-            }
-            click.echo(as_json(fields))
+            click.echo(as_json(compaction_json(done)))
         elif not (done.patches or done.back or done.bases):
             click.echo("nothing to add")
         else:
             back = f", {done.back} back" if done.back else ""
             click.echo(f"added {done.patches} patches{back}, {done.bases} bases: {size(done.nbytes)}")
+
+
+def compaction_json(done: "Compacted") -> dict[str, Any]:
+    """What compact() did, as JSON says it."""
+    return {
+        "patches": done.patches,
+        "reverse": done.back,
+        "bases": done.bases,
+        "bytes": done.nbytes,
+        "swaps": done.swaps,
+        "skipped": done.skipped,
+    }

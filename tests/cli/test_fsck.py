@@ -30,6 +30,8 @@ def test_whole(shell: Shell) -> None:
     found = shell.json("fsck")
     assert (found["ok"], found["versions"], found["damages"], found["lost"]) == (True, 4, [], [])
     assert (found["unreferenced"], found["rebuilt"]) == (0, None)
+    assert found["bytes"] > 0
+    assert "nbytes" not in found
 
 
 def test_damage_and_repair(shell: Shell, history: dict[str, str]) -> None:

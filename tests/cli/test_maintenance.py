@@ -130,6 +130,7 @@ def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
     assert [one["state"] for one in done["expire"]["versions"]] == ["kept", "stone"]
     assert done["gc"]["deleted"]["kinds"]["manifest"][0] == 3
     assert done["copy"] in names(shell)
+    assert done["compact"].keys() == shell.json("compact").keys() >= {"reverse", "bytes"}
     out = shell.out("maintain", "--metrics", str(lines))
     assert out.startswith("expire: 0 of 2 versions let go of\n")
     found = [json.loads(line) for line in lines.read_text().splitlines()]
