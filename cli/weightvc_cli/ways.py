@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 NOTHING = "nothing"
 
 
+class _Percent(click.IntRange):
+    """A whole number of percent; the sign may be given, as it may be elsewhere."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str):
+            value = value.strip().removesuffix("%")
+        return super().convert(value, param, ctx)
+
+
 def _label(step: "Step") -> str:
     version = step.entry.version
     assert version is not None
@@ -70,7 +79,7 @@ def plan(settings: Settings, old: str, new: str) -> None:
 @click.command()
 @click.option(
     "--share",
-    type=click.IntRange(min=1),
+    type=_Percent(min=1),
     metavar="PERCENT",
     help="A base where the patches since the last one outweigh so much of it (50).",
 )

@@ -11,7 +11,8 @@ def test_plan_and_compact(shell: Shell) -> None:
     made = shell.json("compact", "--share", "100000", "--base-every", "8")
     assert (made["patches"], made["reverse"], made["bases"], made["swaps"], made["skipped"]) == (2, 0, 1, 1, [])
     assert made["bytes"] > 0
-    assert "nothing to add" in shell.out("compact", "--share", "100000", "--base-every", "8")
+    assert "nothing to add" in shell.out("compact", "--share", "100000%", "--base-every", "8")
+    assert "'5x'" in shell.run("compact", "--share", "5x", code=2).stderr
     after = shell.json("log")
     assert [{**one, "ways": []} for one in after] == before
     assert [len(one["ways"]) for one in after] == [0, 2, 0, 0, 0, 1, 0, 0, 0, 0]
