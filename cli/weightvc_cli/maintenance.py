@@ -1,6 +1,7 @@
 """Commands that keep a repository in order: expire, gc, maintain."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightvc.errors import Conflict, RefNotFound, Refused, StateUnknown, StoreError
+from weightvc.errors import AccessDenied, Conflict, RefNotFound, Refused, StateUnknown, StoreError
 from weightvc_cli.output import as_json, first_line, shown, size, table
 from weightvc_cli.settings import Settings, json_option, repository_option
 from weightvc_cli.ways import compaction_json
@@ -298,13 +299,29 @@ def maintain(
     Expire by the policy that it keeps, compact, collect garbage, and keep a copy of the root: one job to schedule.
     """
 
+    if metrics is not None and not os.path.exists(metrics):
+        _check_writable(metrics, os.path.dirname(metrics) or ".")
+    elif metrics is not None:
+        _check_writable(metrics, metrics)
+    if prometheus is not None:  # another file is put in its place
+        _check_writable(prometheus, os.path.dirname(prometheus) or ".")
+
     def once() -> int:
         with settings.open() as repository:
             done = repository.maintain(grace=grace, force=force, compact=not no_compact)
+            code = _report(settings, done)
             _write_metrics(repository.url, done, metrics, prometheus)
-            return _report(settings, done)
+            return code
 
     return once() if every is None else _for_ever(settings, every, once)
+
+
+def _check_writable(path: str, where: str) -> None:
+    """Raise Refused or AccessDenied, for the file `path`, if `where` is not there or may not be written."""
+    if not os.path.exists(where):
+        raise Refused(f"{path} cannot be written: there is no directory {where}: make it, or name another file")
+    if not os.access(where, os.W_OK) or (where != path and not os.path.isdir(where)):
+        raise AccessDenied(f"{path} cannot be written: {where} may not be written to: choose another file")
 
 
 def _report(settings: Settings, done: "Maintenance") -> int:
@@ -332,12 +349,13 @@ def _report(settings: Settings, done: "Maintenance") -> int:
 
 
 def _write_metrics(url: str, done: "Maintenance", lines: str | None, prometheus: str | None) -> None:
+    from weightvc.protocol.checkout import local_errors
     from weightvc.retention import metrics, write_atomically
 
     found = metrics(done)
     now = time.time()
     if lines is not None:
-        with open(lines, "a") as file:
+        with local_errors(lines), open(lines, "a") as file:
             file.write(as_json({"time": now, "repository": url, **found}) + "\n")
     if prometheus is not None:
         groups: dict[str, list[str]] = {}  # the lines of a metric have to stand together, below one TYPE
@@ -347,4 +365,5 @@ def _write_metrics(url: str, done: "Maintenance", lines: str | None, prometheus:
             inside = ",".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in labels.items())
             group = groups.setdefault(metric, [f"# TYPE weightvc_{metric} gauge"])
             group.append(f"weightvc_{metric}{{{inside}}} {value!r}")
-        write_atomically(prometheus, "".join(f"{line}\n" for group in groups.values() for line in group))
+        with local_errors(prometheus):
+            write_atomically(prometheus, "".join(f"{line}\n" for group in groups.values() for line in group))

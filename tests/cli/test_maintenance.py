@@ -147,6 +147,19 @@ def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
     shell.run("checkout", "main", "out")
 
 
+def test_a_place_for_metrics_that_cannot_be_written_is_found_before_the_run(shell: Shell, tmp_path: Path) -> None:
+    fill(shell, 1)
+    before = names(shell)
+    for option in ("--metrics", "--prometheus"):
+        path = tmp_path / "nowhere" / "m"
+        said = shell.fails(8, "maintain", option, path)
+        assert said.startswith(f"{path} cannot be written")
+        assert "no directory" in said
+        assert names(shell) == before
+    assert shell.fails(9, "maintain", "--prometheus", shell.cwd / "0.safetensors" / "m")
+    assert names(shell) == before
+
+
 def test_many_copies_of_the_root_do_not_pile_up(shell: Shell) -> None:
     import weightvc
 
