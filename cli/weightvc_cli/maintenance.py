@@ -257,8 +257,15 @@ def report_collection(settings: Settings, result: "Collection", *, dry_run: bool
 
 
 def _kinds(tally: "Tally", says: str) -> str:
-    parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in sorted(tally.objects.items())]
+    parts = [_kind(kind, count) for kind, count in sorted(tally.objects.items())]
     return f"{says}: {', '.join(parts)}" if parts else says
+
+
+def _kind(kind: str, count: int) -> str:
+    if kind == "root.d":
+        return f"{count} {'copy' if count == 1 else 'copies'} of the root"
+    # What is not ours may have any name.
+    return f"{count} {shown(kind)}{'s' * (count > 1 and kind.isalpha())}"
 
 
 def collection_json(result: "Collection") -> dict[str, Any]:

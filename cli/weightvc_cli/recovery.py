@@ -107,12 +107,13 @@ def _count(number: int, what: str) -> str:
 def _print(report: "FsckReport") -> None:
     for line in report.repaired:
         click.echo(f"repaired: {shown(line)}")
+    told: dict[tuple[Sufferer, ...], str] = {}
     for damage in report.damages[:SOME]:
-        _print_damage(damage)
+        _print_damage(damage, told)
     if len(report.damages) > SOME:
         click.echo(f"and {_count(len(report.damages) - SOME, 'object')} more; --json names all")
     if report.lost:
-        click.echo(f"cannot be read: {_named(report.lost)}")
+        click.echo(f"cannot be read: {_named_once(report.lost, told)}")
     if report.lost_entries:
         click.echo(f"{_count(report.lost_entries, 'operation')} in segments that cannot be read")
     for one in report.needed[:SOME]:
@@ -134,7 +135,7 @@ def _print(report: "FsckReport") -> None:
         click.echo("whole" if report.share == 1 else "whole, as far as it was looked at")
 
 
-def _print_damage(damage: "Damage") -> None:
+def _print_damage(damage: "Damage", told: "dict[tuple[Sufferer, ...], str]") -> None:
     click.echo(f"bad: {damage.key}: {shown(damage.fault)}")
     if damage.referred:
         more = f", and {len(damage.referred) - 3} more" if len(damage.referred) > 3 else ""
@@ -145,7 +146,14 @@ def _print_damage(damage: "Damage") -> None:
         ("has another way", damage.elsewhere),
     ):
         if versions:
-            click.echo(f"    {what}: {_named(versions)}")
+            click.echo(f"    {what}: {_named_once(versions, told)}")
+            told.setdefault(tuple(versions), damage.key)
+
+
+def _named_once(versions: "Sequence[Sufferer]", told: "dict[tuple[Sufferer, ...], str]") -> str:
+    """Versions by name, or, where they were named before (`told`), how many and at which object."""
+    where = told.get(tuple(versions))
+    return _named(versions) if where is None else f"{_count(len(versions), 'version')}, named at {where}"
 
 
 def _named(versions: "Sequence[Sufferer]") -> str:

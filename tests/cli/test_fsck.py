@@ -43,6 +43,7 @@ def test_damage_and_repair(shell: Shell, history: dict[str, str]) -> None:
     assert f"bad: manifest/{bad.name}: it has 0 bytes\n" in done.stdout
     assert f"named by version {history['main1']}\n" in done.stdout
     assert f"lost: {history['main1'][:12]} (main, generation 1, step 1), {history['merge'][:12]}" in done.stdout
+    assert f"cannot be read: 2 versions, named at manifest/{bad.name}\n" in done.stdout
     assert "needed: " in done.stdout
     assert "1 object missing or bad, 2 versions that cannot be read: see `weightvc fsck --repair`" in done.stderr
     done = shell.run("fsck", "--no-cache", "--json", code=7)
@@ -64,6 +65,14 @@ def test_damage_and_repair(shell: Shell, history: dict[str, str]) -> None:
     text = shell.out("fsck", "--read-data", "--repair")
     assert f"repaired: manifest/{bad.name} (" in text
     assert bad.read_bytes() == good
+
+
+def test_one_version_is_no_versions(shell: Shell) -> None:
+    shell.run("init")
+    shell.commit(0)
+    (shell.cwd / ".weightvc" / "root.d").mkdir()
+    (shell.cwd / ".weightvc" / "root").rename(shell.cwd / ".weightvc" / "root.d" / "saved")
+    assert "with 1 version\n" in shell.run("fsck", code=7).stdout
 
 
 def test_a_deleted_branch_comes_back(shell: Shell, history: dict[str, str]) -> None:

@@ -131,6 +131,7 @@ def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
     assert done["gc"]["deleted"]["kinds"]["manifest"][0] == 3
     assert done["copy"] in names(shell)
     assert done["compact"].keys() == shell.json("compact").keys() >= {"reverse", "bytes"}
+    assert "1 copy of the root" in shell.out("gc")
     out = shell.out("maintain", "--metrics", str(lines))
     assert out.startswith("expire: 0 of 2 versions let go of\n")
     found = [json.loads(line) for line in lines.read_text().splitlines()]
@@ -171,6 +172,7 @@ def test_many_copies_of_the_root_do_not_pile_up(shell: Shell) -> None:
     copies = sorted(name for name in names(shell) if name.startswith("root.d/"))
     assert len(copies) == 16
     assert copies[-1] > copies[0]
+    assert "16 copies of the root" in shell.out("gc", "--dry-run")
 
 
 def test_a_deleted_branch_is_restored(shell: Shell, history: dict[str, str]) -> None:

@@ -96,7 +96,8 @@ def rootless(shelf: Shelf, error: WeightvcError, prospect: Rebuilt) -> FsckRepor
     if prospect.copy is not None:
         origin = f"from the copy {prospect.copy}"
     made.needed.append(
-        f"root: `weightvc fsck --rebuild-root` makes one {origin}, with {prospect.versions} versions"
+        f"root: `weightvc fsck --rebuild-root` makes one {origin}, with {prospect.versions} "
+        + ("version" if prospect.versions == 1 else "versions")
         + (f"; --adopt adds {len(prospect.offered)} that it does not know" if prospect.offered else "")
     )
     made.offered = prospect.offered

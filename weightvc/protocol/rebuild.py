@@ -87,8 +87,8 @@ def rebuild(shelf: Shelf, *, adopt: bool) -> Rebuilt:
     made = builder.made
     if made.offered and not adopt and not made.branches:
         raise Refused(
-            f"{shelf.store.url}: no operation is known, and {len(made.offered)} versions are told by their manifests "
-            "alone: catalogue them with --adopt (adopt=True)"
+            f"{shelf.store.url}: no operation is known, and manifests alone tell of versions ({len(made.offered)}): "
+            "catalogue them with --adopt (adopt=True)"
         )
     new = builder.write()
     if old is not None:
