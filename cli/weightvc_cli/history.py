@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -112,6 +112,8 @@ def _lines(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
     version = entry.version
     assert version is not None
     lines = [f"version {version.id}" + (f" ({', '.join(names[entry.new])})" if entry.new in names else "")]
+    if entry.place is None or entry.expired is not None:
+        lines[0] += " (expired)"
     if len(version.parents) > 1:
         lines.append(f"Merge:  {' '.join(parent[:12] for parent in version.parents)}")
     lines += [f"Author: {shown(version.author)}", f"Date:   {local(version.time)}"]
@@ -130,16 +132,18 @@ def _lines(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
 @repository_option
 @click.pass_obj
 def show(settings: Settings, ref: str) -> None:
-    """Show one version in full."""
+    """Show one version in full; of one that has expired, its record."""
     with settings.open() as repository, repository.snapshot() as root:
         names = _names(repository, root)
         entry = repository.entry(ref)
         version, place = entry.version, entry.place
         assert version is not None
-        files = repository.files(version.id)  # raises Expired
-        assert place is not None
+        expired = place is None or entry.expired is not None
+        files = None if expired else repository.files(version.id)
         if settings.json:
-            more = {"manifest": place.manifest, "files": [{"path": p, "bytes": n} for p, n in files.items()]}
+            more: dict[str, Any] = {"manifest": None, "files": None}
+            if place is not None and files is not None:
+                more = {"manifest": place.manifest, "files": [{"path": p, "bytes": n} for p, n in files.items()]}
             click.echo(as_json(entry_json(entry) | _named(names, entry) | more))
             return
         for line in _lines(entry, names):
@@ -150,6 +154,8 @@ def show(settings: Settings, ref: str) -> None:
         click.echo(f"Layout:   {version.layout or 'none: it came from memory'}")
         for parent in version.parents:
             click.echo(f"Parent:   {parent}")
+        if place is None or files is None:
+            return
         click.echo(f"Manifest: {place.manifest}  ({size(place.nbytes)} stored in all)")
         for edge in (edge for way in place.all_ways for edge in way.edges):
             kind = f"patch from {edge.source[:12]}" if edge.source else "base"

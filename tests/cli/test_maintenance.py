@@ -52,7 +52,13 @@ def test_expire_says_what_keeps_each_version(shell: Shell) -> None:
         True,
     ]
     assert "expired" in shell.fails(6, "checkout", ids[0], "out")
-    assert "expired" in shell.fails(6, "show", "main~2")
+    assert "expired" in shell.fails(6, "ls", "main~2")
+    text = shell.out("show", "main~2")
+    assert text.startswith(f"version {ids[2]} (expired)\n")
+    for line in ("Labels: step 2", "    message 2", f"Parent:   {ids[1]}", "Meta:     good = false"):
+        assert f"{line}\n" in text
+    shown = shell.json("show", "main~2")
+    assert (shown["id"], shown["expired"], shown["manifest"], shown["files"]) == (ids[2], True, None, None)
     shell.run("checkout", "main~1", "out")
 
 
@@ -145,6 +151,7 @@ def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
     assert os.listdir(tmp_path).count("weightvc.prom") == 1
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
     assert shell.json("show")["parents"] == [ids[3]]
+    assert shell.json("show", "main~1")["manifest"] is None  # stored as a step, and expired all the same
     shell.run("checkout", "main", "out")
 
 
