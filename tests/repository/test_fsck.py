@@ -353,7 +353,7 @@ def test_a_patch_that_gives_other_weights(memory_url):
             source = Bits(weights(2))
             schema = Schema(source.tensors)
             data = b"".join(bytes(source.read(i, 0, t.nbytes)) for i, t in enumerate(source.tensors))
-            sections[0] = b"".join(frame.digests(data, schema.positions))
+            sections[0] = frame.digests(data, schema.positions)
 
         Forge(memory_url).rewrite(record=record, manifest=digests)
         assert fresh(memory_url).fsck().ok
