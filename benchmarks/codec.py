@@ -2,6 +2,7 @@
 
     python benchmarks/codec.py                                  real training steps, made here (inputs.py says how)
     python benchmarks/codec.py OLD.safetensors NEW.safetensors [OLD NEW …]
+    python benchmarks/codec.py --pair-size 272 --join 16 …      as one model of so many MB, in so many tensors
     python benchmarks/codec.py --micro                          scan, start, small tensors, bases, hashing (micro.py)
 
 Both models are in memory. Encoding finds the changes, and makes the tables where there are any; decoding turns a copy
@@ -33,7 +34,7 @@ from typing import Any
 import inputs
 import numpy as np
 from micro import micro
-from pairs import Bound, Bytes, Pair, Span, bound
+from pairs import Bound, Bytes, Pair, Span, bound, joined
 from peaks import peaks
 from schemes import BASE, SCHEMES, Scheme
 
@@ -232,6 +233,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=7, help="rounds that are timed; 0: bytes and memory only")
     parser.add_argument("--pair-size", type=float, default=0, metavar="MB", help="repeat tensors up to that")
+    parser.add_argument(
+        "--join", type=int, default=0, metavar="N", help="join tensors, and cut them into N of one size"
+    )
     parser.add_argument("--micro", action="store_true", help="measure parts instead, see micro.py")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
     args = parser.parse_args()
@@ -250,6 +254,14 @@ def main() -> None:
     chosen = [(f"{old.parent.name}/{old.stem} → {new.stem}", old, new) for old, new in zip(paths[::2], paths[1::2])]
     if not chosen:
         chosen = inputs.make(args.inputs or Path(tempfile.gettempdir()) / "weightvc-benchmark")
+    folder = tempfile.TemporaryDirectory()
+    if args.join:
+        least = int(args.pair_size * 1e6)
+        for i, (title, *both) in enumerate(chosen):
+            place = Path(folder.name, str(i))
+            place.mkdir()
+            chosen[i] = (f"{title}, joined", *(joined(path, least, args.join, place) for path in both))
+        args.pair_size = 0
     about = machine() | {"threads": args.threads, "rounds": args.repeat}
     print(f"{', '.join(f'{key} {value}' for key, value in about.items())}")
     results: list[dict[str, Any]] = []

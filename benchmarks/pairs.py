@@ -40,6 +40,29 @@ def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], Bytes]]:
     return found
 
 
+def joined(path: Path, least: int, count: int, folder: Path) -> Path:
+    """A file of the elements of another one (of the dtype that most of it is), one after the other and again until
+    they have `least` bytes, as `count` tensors of one size: a larger model's blocks, with a smaller one's changes."""
+    found = read(path)
+    sizes: dict[str, int] = {}
+    for dtype, _, data in found.values():
+        sizes[dtype] = sizes.get(dtype, 0) + data.size
+    dtype = max(sizes, key=lambda name: sizes[name])
+    one = np.concatenate([data for name, (kind, _, data) in sorted(found.items()) if kind == dtype])
+    every = np.tile(one, max(1, round(least / one.size)))
+    size = every.size // count // 64 * 64
+    shape = [size // lane_of(dtype)]
+    entries = {
+        f"{i:04}": {"dtype": dtype, "shape": shape, "data_offsets": [i * size, (i + 1) * size]} for i in range(count)
+    }
+    header = json.dumps(entries).encode()
+    out = folder / path.name
+    with out.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        every[: count * size].tofile(file)
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A tensor, or a block of one dtype: bytes [start, stop) of a model."""
