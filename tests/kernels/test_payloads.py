@@ -13,11 +13,11 @@ from test_context import DTYPES, SPECIAL, changed
 
 import weightvc_kernels as wk
 from weightvc.objects import dtypes, manifest
-from weightvc_kernels import codec, context, payloads
+from weightvc_kernels import codec, context, payloads, rice
 from weightvc_kernels.payloads import Payload
 
 Array = npt.NDArray[np.uint8]
-CODECS = ["SAME", "RAW", "PLANES", "SPARSE", "DENSE", "CONTEXT"]
+CODECS = ["SAME", "RAW", "PLANES", "SPARSE", "DENSE", "CONTEXT", "RICE"]
 
 
 def model(old: Array, new: Array, dtype: str) -> context.Model:
@@ -38,6 +38,8 @@ def step(old: Array, new: Array, dtype: str, kind: str) -> Payload:
             return Payload(wk.SPARSE, codec._put_sparse(x[at], y[at], at) if at.size else b"")
         case "DENSE" if at.size:
             return Payload(wk.DENSE, codec._put_dense(x, y, at))
+        case "RICE":
+            return Payload(wk.RICE, rice.encode(old, new, dtype, lane))
         case "CONTEXT" if context.supports(dtype):
             coder = model(old, new, dtype)
             return Payload(payloads.CONTEXT, context.encode(coder, old, new), coder)
