@@ -1,6 +1,7 @@
 """Payloads that earlier versions wrote: every later version has to read them, for ever.
 
-golden/payloads.json is append-only. `python tests/kernels/test_blocks_golden.py` adds the cases that it lacks.
+golden/payloads.json is append-only. It gets the cases that it lacks by
+`PYTHONPATH=. python tests/kernels/test_blocks_golden.py`.
 """
 
 import hashlib
@@ -13,13 +14,9 @@ import pytest
 from plain_codec import decode as plain_decode
 
 import weightvc_kernels as wk
+from tests.kit.blocks import stream
 
 FILE = Path(__file__).parent / "golden" / "payloads.json"
-
-
-def stream(name: str, size: int) -> bytes:
-    """`size` pseudo-random bytes that depend on `name` alone, on any machine and any numpy."""
-    return hashlib.shake_256(name.encode()).digest(size)
 
 
 def cases() -> dict[str, tuple[int, bytes, bytes]]:

@@ -15,18 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weightvc_kernels as wk
+from tests.kit import blocks as blocks_kit
+from tests.kit.blocks import SPECIAL
 from weightvc_kernels import context, context_kernels, context_tables
 
 Array = npt.NDArray[np.uint8]
 DTYPES = sorted(context_tables.FORMS)
-
-# Zeros, subnormals, infinities, NaNs, and the ends of the integers that steps are taken in.
-SPECIAL = {
-    1: [0x00, 0x80, 0x01, 0x7F, 0xFF, 0x7C, 0xFC, 0x81],
-    2: [0x0000, 0x8000, 0x0001, 0x8001, 0x3F80, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0x7FFF, 0xFFC0, 0xFFFF],
-    4: [0, 0x80000000, 1, 0x80000001, 0x3F800000, 0x7F800000, 0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF],
-    8: [0, 1 << 63, 1, (1 << 63) + 1, 0x7FF << 52, (0x7FF << 52) + 1, (1 << 63) - 1, (1 << 64) - 1],
-}
 
 
 def check(old: Array, new: Array, dtype: str, shared: bytes | None = None, plain: bool = False) -> bytes:
@@ -56,19 +50,7 @@ def check(old: Array, new: Array, dtype: str, shared: bytes | None = None, plain
 
 def changed(old: npt.NDArray[np.unsignedinteger], where: npt.NDArray[np.bool_], kind: str, seed: int) -> Array:
     """`old` with other bits at `where`, as bytes."""
-    rng = np.random.default_rng(seed)
-    new, n, width = old.copy(), int(where.sum()), 8 * old.itemsize
-    if kind == "step":
-        new[where] += rng.choice(np.array([1, 2**width - 1], old.dtype), n)
-    elif kind == "far":
-        new[where] += (2.0 ** rng.uniform(0, width - 1, n)).astype(old.dtype)
-    elif kind == "bit":
-        new[where] ^= old.dtype.type(1) << rng.integers(0, width, n).astype(old.dtype)
-    elif kind == "special":
-        new[where] = rng.choice(np.array(SPECIAL[old.itemsize], old.dtype), n)
-    else:
-        new[where] = rng.integers(0, 2**width, n, old.dtype)
-    return new.view(np.uint8)
+    return blocks_kit.changed(old, where, kind, seed).view(np.uint8)
 
 
 @st.composite

@@ -1,6 +1,7 @@
 """Context payloads and tables that earlier versions wrote: every later version has to read them, for ever.
 
-golden/context.json is append-only. `python tests/kernels/test_context_golden.py` adds the cases that it lacks.
+golden/context.json is append-only. It gets the cases that it lacks by
+`PYTHONPATH=. python tests/kernels/test_context_golden.py`.
 """
 
 import hashlib
@@ -8,38 +9,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import plain_context
 import pytest
 
+from tests.kit.blocks import golden
 from weightvc_kernels import context
 from weightvc_kernels.context_tables import FORMS
 
 FILE = Path(__file__).parent / "golden" / "context.json"
 
 
-def stream(name: str, size: int) -> bytes:
-    """`size` pseudo-random bytes that depend on `name` alone, on any machine and any numpy."""
-    return hashlib.shake_256(name.encode()).digest(size)
-
-
 def cases() -> dict[str, tuple[str, bytes, bytes]]:
     """Dtype, old and new block by the case's name."""
     out: dict[str, tuple[str, bytes, bytes]] = {}
     for dtype, form in FORMS.items():
-        unsigned = np.dtype(f"u{form.lane}")
-        count = 9000 // form.lane
-        old = np.frombuffer(stream(f"old {dtype}", count * form.lane), unsigned)
-        noise = np.frombuffer(stream(f"noise {dtype}", count * form.lane), unsigned)
-        dice = np.frombuffer(stream(f"dice {dtype}", 4 * count), np.uint32) >> 16
-        one_up = np.where(dice % 2, 1, 2 ** (8 * form.lane) - 1).astype(unsigned)
-        for name, new in (
-            ("few steps", np.where(dice < 600, old + one_up, old)),
-            ("some noise", np.where(dice < 3000, noise, old)),
-            ("many steps", np.where(dice < 40000, old + one_up, old)),
-            ("one change", np.where(np.arange(count) == count - 9, noise, old)),
-        ):
-            out[f"{name} {dtype}"] = (dtype, old.tobytes(), new.astype(unsigned).tobytes())
+        old, new = golden(dtype, form.lane)
+        for name in ("few steps", "some noise", "many steps", "one change"):
+            out[f"{name} {dtype}"] = (dtype, old.tobytes(), new[name].tobytes())
     return out
 
 

@@ -9,9 +9,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_context import DTYPES, SPECIAL, changed
+from test_context import DTYPES, changed
 
 import weightvc_kernels as wk
+from tests.kit.blocks import SPECIAL
 from weightvc.objects import dtypes, manifest
 from weightvc_kernels import codec, context, payloads, rice
 from weightvc_kernels.payloads import Payload

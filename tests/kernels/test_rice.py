@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weightvc_kernels as wk
+from tests.kit.blocks import SPECIAL, changed
 from weightvc.objects.dtypes import BITS, lane
 from weightvc_kernels import rice, rice_kernels
 
@@ -20,14 +21,6 @@ Array = npt.NDArray[np.uint8]
 Lanes = npt.NDArray[np.unsignedinteger]
 DTYPES = sorted(BITS)
 SOME = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "BOOL", "I16", "U32", "I64", "C64", "F4"]
-
-# Zeros, subnormals, infinities, NaNs, and the ends of the integers that steps are taken in.
-SPECIAL = {
-    1: [0x00, 0x80, 0x01, 0x7F, 0xFF, 0x7C, 0xFC, 0x81],
-    2: [0x0000, 0x8000, 0x0001, 0x8001, 0x3F80, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0x7FFF, 0xFFC0, 0xFFFF],
-    4: [0, 0x80000000, 1, 0x80000001, 0x3F800000, 0x7F800000, 0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF],
-    8: [0, 1 << 63, 1, (1 << 63) + 1, 0x7FF << 52, (0x7FF << 52) + 1, (1 << 63) - 1, (1 << 64) - 1],
-}
 
 
 def check(old: Lanes, new: Lanes, dtype: str, plain: bool = False) -> bytes:
@@ -55,23 +48,6 @@ def check(old: Lanes, new: Lanes, dtype: str, plain: bool = False) -> bytes:
         assert plain_rice.encode(dtype, width, frozen, new.tobytes()) == payload
         assert plain_rice.decode(payload, width, frozen) == new.tobytes()
     return payload
-
-
-def changed(old: Lanes, where: npt.NDArray[np.bool_], kind: str, seed: int) -> Lanes:
-    """`old` with other bits at `where`."""
-    rng = np.random.default_rng(seed)
-    new, n, width = old.copy(), int(where.sum()), 8 * old.itemsize
-    if kind == "step":
-        new[where] += rng.choice(np.array([1, 2**width - 1], old.dtype), n)
-    elif kind == "far":
-        new[where] += (2.0 ** rng.uniform(0, width - 1, n)).astype(old.dtype)
-    elif kind == "bit":
-        new[where] ^= old.dtype.type(1) << rng.integers(0, width, n).astype(old.dtype)
-    elif kind == "special":
-        new[where] = rng.choice(np.array(SPECIAL[old.itemsize], old.dtype), n)
-    else:
-        new[where] = rng.integers(0, 2**width, n, old.dtype)
-    return new
 
 
 @st.composite

@@ -1,6 +1,7 @@
 """RICE payloads that earlier versions wrote: every later version has to read them, for ever.
 
-golden/rice.json is append-only. `python tests/kernels/test_rice_golden.py` adds the cases that it lacks.
+golden/rice.json is append-only. It gets the cases that it lacks by
+`PYTHONPATH=. python tests/kernels/test_rice_golden.py`.
 """
 
 import hashlib
@@ -8,40 +9,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import plain_rice
 import pytest
 
 import weightvc_kernels as wk
+from tests.kit.blocks import golden
 from weightvc_kernels import rice
 
 FILE = Path(__file__).parent / "golden" / "rice.json"
 LANES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I32": 4, "C64": 8}
 
 
-def stream(name: str, size: int) -> bytes:
-    """`size` pseudo-random bytes that depend on `name` alone, on any machine and any numpy."""
-    return hashlib.shake_256(name.encode()).digest(size)
-
-
 def cases() -> dict[str, tuple[str, bytes, bytes]]:
     """Dtype, old and new block by the case's name."""
     out: dict[str, tuple[str, bytes, bytes]] = {}
     for dtype, lane in LANES.items():
-        unsigned = np.dtype(f"u{lane}")
-        count = 9000 // lane
-        old = np.frombuffer(stream(f"old {dtype}", count * lane), unsigned)
-        noise = np.frombuffer(stream(f"noise {dtype}", count * lane), unsigned)
-        dice = np.frombuffer(stream(f"dice {dtype}", 4 * count), np.uint32) >> 16
-        one_up = np.where(dice % 2, 1, 2 ** (8 * lane) - 1).astype(unsigned)
-        for name, new in (
-            ("few steps", np.where(dice < 600, old + one_up, old)),
-            ("some noise", np.where(dice < 3000, noise, old)),
-            ("many steps", np.where(dice < 40000, old + one_up, old)),
-            ("all steps", old + one_up),
-            ("one change", np.where(np.arange(count) == count - 9, noise, old)),
-        ):
-            out[f"{name} {dtype}"] = (dtype, old.tobytes(), new.astype(unsigned).tobytes())
+        old, new = golden(dtype, lane)
+        out.update((f"{name} {dtype}", (dtype, old.tobytes(), block.tobytes())) for name, block in new.items())
     return out
 
 

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weightvc_kernels as wk
+from tests.kit import blocks
+from tests.kit.blocks import damage
 from weightvc_kernels import rice, rice_kernels
 from weightvc_kernels.streams import put_varint
 
@@ -23,11 +25,7 @@ LANES = {"BF16": 2, "F32": 4, "F64": 8, "U8": 1, "F8_E4M3": 1}
 def sample(dtype: str, density: float, count: int = 5000) -> tuple[Array, Array, bytes]:
     """An old and a new block, and a payload."""
     lane = LANES[dtype]
-    rng = np.random.default_rng(lane)
-    old = rng.integers(0, 2 ** (8 * lane), count, f"u{lane}")
-    new = old.copy()
-    at = rng.random(count) < density
-    new[at] += (2.0 ** rng.uniform(0, 8 * lane - 1, int(at.sum()))).astype(old.dtype)
+    old, new = blocks.sample(lane, density, count)
     return old.view(np.uint8), new.view(np.uint8), rice.encode(old, new, dtype, lane)
 
 
@@ -53,26 +51,6 @@ def plain_refuses(payload: bytes, old: Array, lane: int) -> bool:
     except (AssertionError, IndexError):
         return True
     return False
-
-
-def damage(data: st.DataObject, whole: bytes) -> bytes:
-    out = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(out) - 1))
-        kind = data.draw(st.sampled_from(["flip", "set", "cut", "insert", "repeat", "zero"]))
-        if kind == "flip":
-            out[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif kind == "set":
-            out[at] = data.draw(st.sampled_from([0, 1, 127, 128, 254, 255]))
-        elif kind == "cut":
-            del out[max(1, at) :]
-        elif kind == "insert":
-            out[at:at] = data.draw(st.binary(min_size=1, max_size=8))
-        elif kind == "repeat":
-            out += out[at:]
-        else:
-            out[at : at + 8] = bytes(len(out[at : at + 8]))
-    return bytes(out)
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
