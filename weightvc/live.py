@@ -21,6 +21,10 @@ DENSE: Final = 8
 """One changed lane in so many, and the chunk is copied whole."""
 
 
+Where = tuple[str, int | None]
+"""A tensor of the target, and the row of it where a version's tensor begins; None: it is all of it."""
+
+
 class Region:
     """`nbytes` bytes of a tensor of the target, from `start`: where one tensor of a version lies."""
 
@@ -182,16 +186,14 @@ class Live:
         self._twins = twins
         return regions
 
-    def _where(self, tensor: TensorInfo) -> tuple[str, int | None] | None:
-        from weightvc.targets import check_where
-
+    def _where(self, tensor: TensorInfo) -> Where | None:
         if tensor.component != self.component:
             return None
         if self._names is None:
             return tensor.name, None
         if isinstance(self._names, Mapping):
-            return check_where(tensor.name, self._names.get(tensor.name, tensor.name))
-        return check_where(tensor.name, self._names(tensor.name))
+            return _where(tensor.name, self._names.get(tensor.name, tensor.name))
+        return _where(tensor.name, self._names(tensor.name))
 
     def _uncovered(self, covered: Mapping[str, list[tuple[int, int, str]]], meant: set[str]) -> Iterator[str]:
         shared = set()
@@ -209,6 +211,17 @@ class Live:
         for name, info in self._info.items():
             if name not in meant and info.nbytes and self._memory[name] not in shared:
                 yield f"the version has nothing for {name!r:.200}"
+
+
+def _where(name: str, where: Any) -> Where | None:
+    """What `names` gave for a tensor, as (name, row) or None. Raises BadTensor."""
+    if where is None:
+        return None
+    if type(where) is str:
+        return where, None
+    if isinstance(where, tuple) and len(where) == 2 and type(where[0]) is str and type(where[1]) is int:
+        return where[0], where[1]
+    raise BadTensor(f"names gave {where!r:.100} for tensor {name!r:.100}: a name, (name, row) or None is wanted")
 
 
 def _shared(schema: Schema, places: Sequence[tuple[str, int, int, int]]) -> tuple[list[tuple[int, int]], list[str]]:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weightvc.errors import BadTensor, Conflict, Corrupt, Refused
+from weightvc.errors import Conflict, Corrupt, Refused
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version
-from weightvc.protocol.checkout import clear, local_errors, read_marker, some
+from weightvc.protocol.checkout import clear, local_errors, read_marker, some, sync_directory
 from weightvc.protocol.refs import Refs
 from weightvc.sources.paths import MARKER
 
@@ -140,11 +140,7 @@ class Slots(Target):
                     link.unlink()
                 os.symlink(made.short, link)
                 os.rename(link, self.path / CURRENT)
-                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                sync_directory(self.path)
 
         return Staged(start, activate, path=slot)
 
@@ -208,10 +204,6 @@ def _check_staged(path: Path, made: Version) -> None:
 def _verify(repository: "Repository", path: Path, ident: str) -> list[str]:
     found = repository.verify(path, ident)
     return [*found.tensors, *found.files, *found.foreign]
-
-
-Where = tuple[str, int | None]
-"""A tensor of the target, and the row of it where a version's tensor begins; None: it is all of it."""
 
 
 class Tensors(Target):
@@ -318,14 +310,3 @@ class Tensors(Target):
         if wrong:
             self.forget()
         return wrong
-
-
-def check_where(name: str, where: Any) -> Where | None:
-    """What `names` gave for a tensor, as (name, row) or None. Raises BadTensor."""
-    if where is None:
-        return None
-    if type(where) is str:
-        return where, None
-    if isinstance(where, tuple) and len(where) == 2 and type(where[0]) is str and type(where[1]) is int:
-        return where[0], where[1]
-    raise BadTensor(f"names gave {where!r:.100} for tensor {name!r:.100}: a name, (name, row) or None is wanted")

@@ -103,7 +103,7 @@ def _one_line(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
         parts.append(f"({', '.join(names[entry.new])})")
     if version.step is not None:
         parts.append(f"[step {version.step}]")
-    if entry.place is None or entry.expired is not None:
+    if entry.gone:
         parts.append("(expired)")
     return [" ".join([*parts, first_line(version.message)]).rstrip()]
 
@@ -112,7 +112,7 @@ def _lines(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
     version = entry.version
     assert version is not None
     lines = [f"version {version.id}" + (f" ({', '.join(names[entry.new])})" if entry.new in names else "")]
-    if entry.place is None or entry.expired is not None:
+    if entry.gone:
         lines[0] += " (expired)"
     if len(version.parents) > 1:
         lines.append(f"Merge:  {' '.join(parent[:12] for parent in version.parents)}")
@@ -138,8 +138,7 @@ def show(settings: Settings, ref: str) -> None:
         entry = repository.entry(ref)
         version, place = entry.version, entry.place
         assert version is not None
-        expired = place is None or entry.expired is not None
-        files = None if expired else repository.files(version.id)
+        files = None if entry.gone else repository.files(version.id)
         if settings.json:
             more: dict[str, Any] = {"manifest": None, "files": None}
             if place is not None and files is not None:

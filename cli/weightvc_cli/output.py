@@ -113,7 +113,7 @@ def weight(entry: "Entry") -> str:
     """What a version took: its patch, how much of it changed, and how much smaller than the whole that is."""
     version, place = entry.version, entry.place
     assert version is not None
-    if place is None or entry.expired is not None:
+    if place is None or entry.gone:
         return "no more: it has expired"
     parts = []
     if (patch := patch_of(entry)) is not None:
@@ -150,7 +150,7 @@ def entry_json(entry: "Entry") -> dict[str, Any]:
         "bytes": place.nbytes if place is not None else 0,
         "edges": [_edge_json(edge) for edge in edges],
         "ways": [_edge_json(edge) for way in ways for edge in way.edges],
-        "expired": place is None or entry.expired is not None,
+        "expired": entry.gone,
     }
 
 

@@ -195,9 +195,8 @@ def _lazily(monkeypatch):
     monkeypatch.setitem(globals(), "fresh", fresh_lazy)
 
 
-def test_uploads_that_were_never_published(store, idents):
-    """Two writers raced: which one won is not known, and the branch follows neither. One that was built on won."""
-    keep_copy(store)
+def commit_and_die(store, step: int) -> None:
+    """A writer that is killed once all is uploaded."""
 
     class Dying(type(store)):
         def swap(self, name, data, etag):
@@ -205,7 +204,14 @@ def test_uploads_that_were_never_published(store, idents):
 
     dying = Repository(Dying(store.url.removeprefix("memory://")), None)
     with pytest.raises(Killed):
-        dying.commit(Bits(weights(40)), step=40)
+        dying.commit(Bits(weights(step)), step=step)
+
+
+def test_uploads_that_were_never_published(store, idents):
+    """Two writers raced: which one won is not known, and the branch follows neither. One that was built on won."""
+    keep_copy(store)
+
+    commit_and_die(store, 40)
     won = fresh(store.url).commit(Bits(weights(9)), step=9)
     spoil(store, key.ROOT, flip)
     made = fresh(store.url).rebuild_root(adopt=True)
@@ -221,13 +227,7 @@ def test_uploads_that_were_never_published(store, idents):
 def test_what_was_built_on_was_published(store, idents):
     keep_copy(store)
 
-    class Dying(type(store)):
-        def swap(self, name, data, etag):
-            raise Killed
-
-    dying = Repository(Dying(store.url.removeprefix("memory://")), None)
-    with pytest.raises(Killed):
-        dying.commit(Bits(weights(40)), step=40)
+    commit_and_die(store, 40)
     first = fresh(store.url).commit(Bits(weights(9)), step=9)
     second = fresh(store.url).commit(Bits(weights(10)), step=10)
     spoil(store, key.ROOT, flip)

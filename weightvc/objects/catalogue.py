@@ -90,6 +90,11 @@ class Entry:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of later writers, kept as they are."""
 
+    @property
+    def gone(self) -> bool:
+        """Whether retention let the version go, if perhaps still stored as a stepping stone; also if it is none."""
+        return self.place is None or self.expired is not None
+
 
 def to_json(entry: Entry) -> dict[str, Any]:
     """An entry as the root and segments hold it; what the record repeats is left out."""

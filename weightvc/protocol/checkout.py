@@ -233,7 +233,7 @@ class Directory:
                 if self.target.exists():
                     os.chmod(work.new, self.target.stat().st_mode & 0o7777)
                 for parent, _, _ in os.walk(work.new):
-                    _sync_directory(Path(parent))
+                    sync_directory(Path(parent))
                 self._swap(work, carried)
 
     def _check_ways(self, coming: set[str]) -> None:
@@ -297,7 +297,7 @@ class Directory:
                 if not os.path.lexists(target):
                     os.rename(work.old, target)
                 raise
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
 
     def _look(self, going: Path, coming: Path, carried: Mapping[str, tuple[bool, Stat]]) -> None:
         """Raise Refused if something in `going` would be lost that was not there, or was not like this, before."""
@@ -369,7 +369,7 @@ class OneFile:
                     os.replace(new, target)
                 else:
                     self._create(new)
-                _sync_directory(target.parent)
+                sync_directory(target.parent)
 
     def _create(self, new: Path) -> None:
         try:
@@ -494,7 +494,7 @@ def _rename_exchange(one: Path, other: Path) -> bool:
     return bool(renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -48,16 +48,6 @@ class Baseline:
     bytes: state.Verified
 
 
-@dataclass(slots=True)
-class Outcome:
-    """A published version, and what a caller may want to tell of it."""
-
-    entry: Entry
-    changed: int
-    float32_changed: float
-    """Share of the tree that is float32 elements which changed."""
-
-
 class Packer:
     """Collects a stream's payloads in order; what outgrows the manifest goes up as packs, beside the encoding."""
 

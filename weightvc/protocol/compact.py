@@ -27,7 +27,7 @@ from weightvc.objects.root import Root
 from weightvc.objects.version import Edge
 from weightvc.protocol import parallel, patches, resolve, swap
 from weightvc.protocol.commit import Packer
-from weightvc.protocol.ladder import Ladder, Wanted, usable
+from weightvc.protocol.ladder import Ladder, Wanted
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.rewrite import rewritten
 from weightvc.protocol.shelf import Shelf
@@ -281,7 +281,7 @@ class Compaction:
 
 def _of_use(made: _Made, entries: Mapping[str | None, Entry]) -> bool:
     target = entries.get(made.wanted.target)
-    if target is None or target.place is None or not usable(target):
+    if target is None or target.place is None or target.gone:
         return False
     # The swap rule: what the manifest names besides its own packs is what this root names for that version.
     place = target.place
@@ -289,6 +289,6 @@ def _of_use(made: _Made, entries: Mapping[str | None, Entry]) -> bool:
         return False
     if made.wanted.source is not None:
         source = entries.get(made.wanted.source)
-        if source is None or not usable(source):
+        if source is None or source.gone:
             return False
     return all(edge.source != made.wanted.source for way in target.place.all_ways for edge in way.edges)

@@ -72,8 +72,8 @@ class Ladder:
                 before, below = self._rungs[version.parents[0]], parent.version.generation
             # What a line begins with stands on all rungs.
             rung = _rung(version.generation, below) if before else RUNGS
-            if not usable(self.entries[ident]):
-                # Its children go on from those before it; it is no promise itself.
+            if self.entries[ident].gone:
+                # It gets no ways, and nothing gets one from it: its children go on from those before it.
                 self._rungs[ident] = before
                 self._cold_of(ident)
                 continue
@@ -113,7 +113,7 @@ class Ladder:
             yield from self._want(Wanted(ident, None))
             cold = self._cold_of(ident) or cold
         # From here on 3 more patches a rung, down to the next one like it.
-        while cold.patches > DOZEN - 3 * min(rung, 3) and usable(self.entries[cold.base]):
+        while cold.patches > DOZEN - 3 * min(rung, 3) and not self.entries[cold.base].gone:
             base = cold.base
             there = yield from self._want(Wanted(ident, base))
             cold = self._cold_of(ident) or cold
@@ -152,11 +152,6 @@ class Ladder:
         if best is not None:
             self._cold[ident] = best
         return best
-
-
-def usable(entry: Entry) -> bool:
-    """Whether a version is there and kept: only then it gets ways, and is what others get them from."""
-    return entry.place is not None and entry.expired is None
 
 
 def _rung(generation: int, below: int) -> int:

@@ -232,7 +232,7 @@ class Refs:
 
 def promised(entry: Entry) -> Entry:
     """`entry` itself, if its version is there to be read: raises Expired if retention has let it go."""
-    if entry.place is None or entry.expired is not None:
+    if entry.gone:
         raise Expired(
             f"version {(entry.new or '')[:12]} has expired: retention let it go (`weightvc expire`); `weightvc log` "
             "shows which versions are left. What has to stay is kept by a tag"
