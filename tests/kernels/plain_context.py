@@ -1,9 +1,12 @@
-"""A second decoder of the context codec, written from docs/patch.md alone: slow, plain Python, one lane at a time.
+"""A second context codec, written from docs/patch.md alone: slow, plain Python, one lane at a time.
 
 It shares no line with the kernels, and derives the tables in floating point, so what both agree on is as documented.
+Decoder and encoder walk the lanes alike; what differs is the coder, which is read from or written to.
 """
 
+from itertools import pairwise
 from math import floor, log2
+from typing import Any
 
 DTYPES = {
     "BF16": (16, 7, 256, True),
@@ -74,7 +77,7 @@ class Tables:
                 return value
 
 
-class Coder:
+class Decoder:
     """The rANS state of one payload."""
 
     def __init__(self, payload: bytes) -> None:
@@ -87,47 +90,88 @@ class Coder:
         if self.x < 2**31:
             self.x = self.x << 32 | self.words.pop(0)
 
-    def peek(self, n: int) -> int:
-        return self.x % 2**n
+    def below(self, n: int, bound: int, said: bool | None = None) -> bool:
+        """Whether the number of n bits that comes next is below a bound."""
+        return self.x % 2**n < bound
 
     def take(self, n: int, start: int, width: int) -> None:
-        z = self.peek(n)
+        z = self.x % 2**n
         assert start <= z < start + width
         self.x = width * (self.x >> n) + z - start
         self.refill()
 
-    def raw(self, n: int) -> int:
-        value = self.peek(n)
+    def raw(self, n: int, value: int = 0) -> int:
+        value = self.x % 2**n
         self.x >>= n
         self.refill()
         return value
 
 
-def flags_of(coder: Coder, units: int) -> list[bool]:
+class Encoder:
+    """Notes what is coded. A decoder gives first what was put in last, so the payload is made backwards."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[int, int, int]] = []
+
+    def below(self, n: int, bound: int, said: bool | None = None) -> bool:
+        assert said is not None
+        return said
+
+    def take(self, n: int, start: int, width: int) -> None:
+        assert width > 0
+        self.noted.append((n, start, width))
+
+    def raw(self, n: int, value: int = 0) -> int:
+        self.noted.append((n, value, 1))
+        return value
+
+    def payload(self) -> bytes:
+        x, words = 2**32 - 1, []
+        for n, start, width in reversed(self.noted):
+            if x >= width << (63 - n):
+                words.append(x % 2**32)
+                x >>= 32
+            x = (x // width << n) + start + x % width
+        return b"".join(word.to_bytes(4, "little") for word in [x >> 32, x % 2**32, *reversed(words)])
+
+
+def flags_of(coder: Any, units: int, said: list[bool] | None) -> list[bool]:
     counts = [[1, 1] for _ in range(8)]
     flags = [False, False, False]
-    for _ in range(units):
+    for i in range(units):
         count = counts[flags[-1] + 2 * flags[-2] + 4 * flags[-3]]
         width = min(4095, max(1, 4096 * count[1] // (count[0] + count[1])))
-        flag = coder.peek(12) >= 4096 - width
+        flag = not coder.below(12, 4096 - width, None if said is None else not said[i])
         coder.take(12, 4096 - width if flag else 0, width if flag else 4096 - width)
         count[flag] += 2
         flags.append(flag)
     return flags[3:]
 
 
-def step_of(coder: Coder, widths: list[int], bits: int) -> int:
-    z, start = coder.peek(12), 0
-    bucket = 0
-    while bucket < len(widths) and z >= start + 2 * widths[bucket]:
+def bucket_of(u: int) -> tuple[int, int, int]:
+    """The bucket of a distance, its raw bits, and how many there are."""
+    if u < 8:
+        return u, 0, 0
+    k = u.bit_length() - 1
+    return 8 + 4 * (k - 3) + (u >> (k - 2) & 3), u % 2 ** (k - 2), k - 2
+
+
+def step_of(coder: Any, widths: list[int], bits: int, said: int | None) -> int:
+    wanted, rest, _ = (None, 0, 0) if said is None else bucket_of(abs(said) - 1)
+    goes_down = None if said is None else said < 0
+    start = bucket = 0
+    while bucket < len(widths):
+        here = None if wanted is None else wanted == bucket and widths[bucket] > 0
+        if coder.below(12, start + 2 * widths[bucket], here):
+            break
         start += 2 * widths[bucket]
         bucket += 1
     if bucket < len(widths):
-        down = z >= start + widths[bucket]
+        down = not coder.below(12, start + widths[bucket], None if goes_down is None else not goes_down)
         coder.take(12, start + widths[bucket] * down, widths[bucket])
     else:
         coder.take(12, start, 4096 - start)
-        code = coder.raw((4 * bits - 9).bit_length() + 1)
+        code = coder.raw((4 * bits - 9).bit_length() + 1, 0 if wanted is None else 2 * wanted + bool(goes_down))
         down, bucket = code % 2 == 1, code // 2
         assert bucket < 4 * bits - 8
     distance = bucket
@@ -137,25 +181,26 @@ def step_of(coder: Coder, widths: list[int], bits: int) -> int:
         place = 0
         while left:
             size = min(16, left)
-            distance += coder.raw(size) << place
+            distance += coder.raw(size, rest >> place & 2**size - 1) << place
             place, left = place + size, left - size
     return -distance - 1 if down else distance + 1
 
 
-def decode(data: bytes, dtype: str, payload: bytes, old: bytes) -> bytes:
-    """The new block that `payload` makes of `old` with the tables in `data`."""
-    if not payload:
-        return old
+def walk(coder: Any, data: bytes, dtype: str, old: bytes, new: bytes | None) -> bytes:
+    """Say to the coder what makes `new` of `old`, or ask it; the new block."""
     tables = Tables(data, dtype)
-    coder = Coder(payload)
     bits, wide = tables.bits, tables.bits // 8
 
     def mirror(x: int) -> int:
         return x ^ (2 ** (bits - 1) - 1) if tables.signed and x >> (bits - 1) else x
 
-    lanes = [int.from_bytes(old[i : i + wide], "little") for i in range(0, len(old), wide)]
-    unit = 4096 // wide
-    flags = flags_of(coder, -(-len(old) // 4096))
+    def lanes_of(block: bytes) -> list[int]:
+        return [int.from_bytes(block[i : i + wide], "little") for i in range(0, len(block), wide)]
+
+    lanes, after = lanes_of(old), None if new is None else lanes_of(new)
+    unit, units = 4096 // wide, -(-len(old) // 4096)
+    pages = [slice(4096 * b, 4096 * (b + 1)) for b in range(units)]
+    flags = flags_of(coder, units, None if new is None else [old[page] != new[page] for page in pages])
     passed = changes = expected = 0
     scale = 40
     for b, flag in enumerate(flags):
@@ -168,9 +213,12 @@ def decode(data: bytes, dtype: str, payload: bytes, old: bytes) -> bytes:
             if passed + h > REST:
                 coder.take(31, curve(passed), 2**31 - curve(passed))
                 passed = 0
-            if coder.peek(31) < curve(passed + h):
+            if coder.below(31, curve(passed + h), None if after is None else after[i] != lanes[i]):
                 coder.take(31, curve(passed), curve(passed + h) - curve(passed))
-                step = step_of(coder, tables.widths[tables.group[c]], bits)
+                said = None
+                if after is not None:
+                    said = (mirror(after[i]) - mirror(lanes[i]) + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+                step = step_of(coder, tables.widths[tables.group[c]], bits, said)
                 lanes[i] = mirror((mirror(lanes[i]) + step) % 2**bits)
                 passed = 0
                 met += 1
@@ -182,6 +230,50 @@ def decode(data: bytes, dtype: str, payload: bytes, old: bytes) -> bytes:
         changes += (met << 16) - (changes >> 4)
         ratio = ((changes + 2**20) << 16) // (expected + 2**20)
         scale = sum(threshold <= ratio for threshold in THRESHOLDS)
+    return b"".join(x.to_bytes(wide, "little") for x in lanes)
+
+
+def decode(data: bytes, dtype: str, payload: bytes, old: bytes) -> bytes:
+    """The new block that `payload` makes of `old` with the tables in `data`."""
+    if not payload:
+        return old
+    coder = Decoder(payload)
+    new = walk(coder, data, dtype, old, None)
     assert coder.x == 2**32 - 1
     assert not coder.words
-    return b"".join(x.to_bytes(wide, "little") for x in lanes)
+    return new
+
+
+def encode(data: bytes, dtype: str, old: bytes, new: bytes) -> bytes:
+    """The payload that makes `new` of `old` with the tables in `data`."""
+    if old == new:
+        return b""
+    coder = Encoder()
+    assert walk(coder, data, dtype, old, new) == new
+    return coder.payload()
+
+
+def varint_of(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value % 128 + 128]) + varint_of(value >> 7)
+
+
+def tables_of(dtype: str, old: bytes, new: bytes) -> bytes:
+    """Tables that suit a pair: all classes in one group, the odds of each by how many of its lanes change."""
+    bits, shift, classes, signed = DTYPES[dtype]
+    wide, seen = bits // 8, [[1, 1] for _ in range(classes)]
+    counts: list[int] = []
+    for i in range(0, len(old), wide):
+        x, y = (int.from_bytes(block[i : i + wide], "little") for block in (old, new))
+        seen[x >> shift & classes - 1][x != y] += 1
+        if x != y:
+            if signed:
+                x, y = (lane ^ (2 ** (bits - 1) - 1) if lane >> (bits - 1) else lane for lane in (x, y))
+            step = (y - x + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+            bucket, *_ = bucket_of(abs(step) - 1)
+            counts += [0] * (bucket + 1 - len(counts))
+            counts[bucket] += 1
+    odds = [min(255, max(0, 160 + nearest(8 * log2(changed / kept)))) for kept, changed in seen]
+    steps = [b - a for a, b in pairwise(odds)]
+    widths = [2000 * count // sum(counts) for count in counts]
+    numbers = [0, classes, odds[0], *(2 * s if s >= 0 else -2 * s - 1 for s in steps), 1, len(widths), *widths]
+    return b"".join(varint_of(number) for number in numbers)

@@ -44,7 +44,12 @@ def check(old: Array, new: Array, dtype: str, shared: bytes | None = None, plain
     context.decode_into(model, payload, target)
     assert target.tobytes() == new.tobytes()
     if plain:
-        assert plain_context.decode(shared, dtype, payload, old.tobytes()) == new.tobytes()
+        assert plain_context.decode(shared, dtype, payload, frozen) == new.tobytes()
+        assert plain_context.encode(shared, dtype, frozen, new.tobytes()) == payload
+        # Tables are the writer's choice: others than ours have to do as well.
+        others = plain_context.tables_of(dtype, frozen, new.tobytes())
+        written = plain_context.encode(others, dtype, frozen, new.tobytes())
+        assert context.decode(context.Model(others, dtype), written, old).tobytes() == new.tobytes()
     return payload
 
 
