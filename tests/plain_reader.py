@@ -29,7 +29,7 @@ MIB = 2**20
 CHUNK = 4 * MIB
 KEY = re.compile(r"([a-z]+)/([0-9a-f]{64})\.[0-9]{1,19}-[0-9a-f]{32}-[0-9]{1,9}")
 KINDS = {"segment": "S", "page": "P", "manifest": "M", "pack": "K", "schema": "C", "layout": "L", "file": "F"}
-HEADS = {"R": "root 1", "S": "segment 1", "P": "tags 1", "M": "manifest 1", "F": "file 1"}
+HEADS = {"R": "root 1", "S": "segment 1", "M": "manifest 1", "F": "file 1"}
 LANES = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ F4 F6_E2M3 F6_E3M2", 2: "F16 BF16 I16 U16"}
 LANES |= {4: "F32 I32 U32", 8: "F64 I64 U64 C64"}
 LANE = {dtype: lane for lane, dtypes in LANES.items() for dtype in dtypes.split()}
@@ -403,7 +403,7 @@ class Repository:
         with about("root"):
             self.root, _ = parse((path / "root").read_bytes(), "R")
             tags = self.root["tags"]
-            self.tags: dict[str, str] = self.open(tags, "page")[0]["tags"] if tags else {}
+            self.tags: dict[str, str] = self.page(tags, "tags")["tags"] if tags else {}
             self.entries: list[dict[str, Any]] = []
             for key, count in self.root["segments"]:
                 entries = self.open(key, "segment")[0]["entries"]
@@ -428,13 +428,23 @@ class Repository:
         with about(key):
             return parse(data, KINDS[kind])
 
+    def page(self, path: str, kind: str) -> dict[str, Any]:
+        """The head of a page, or of a pin, whose key is no digest."""
+        with about(path):
+            data = self.load(path, "page") if path.startswith("page/") else (self.path / path).read_bytes()
+            head, _ = parse(data, "P")
+            need(head["weightvc"] == f"{kind} 1", "another `weightvc`")
+            return head
+
     def read(self, id: str, prefer: str = "base") -> tuple[Version, list[bytes]]:
         """A version and its tensors' bytes, in order. What has a base and a patch is read by the preferred one."""
         with about(f"version {id}"):
             version = first = Version(self, id)
             chain: list[tuple[Version, str]] = []
             while True:
-                way = prefer if prefer in version.ways else version.ways[0]
+                # The source of a patch may have expired where there is a base as well.
+                lost = "patch" in version.ways and version.head["patch"]["from"] not in self.commits
+                way = prefer if prefer in version.ways and not (prefer == "patch" and lost) else version.ways[0]
                 chain.append((version, way))
                 if way == "base":
                     break

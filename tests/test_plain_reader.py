@@ -21,6 +21,7 @@ from tests.plain_reader import (
     Tensor,
     Version,
     decode,
+    digest,
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "repositories"
@@ -115,6 +116,43 @@ def test_every_further_way_gives_the_same_bytes_and_is_as_described() -> None:
                 sources.add((source is None, below > entry["seq"]))
     assert sources == {(True, False), (False, False), (False, True)}  # bases, patches forward and back
     assert set(repository.root["compaction"]) == {"share", "base_every", "reverse"}
+
+
+def test_what_retention_and_collection_wrote_is_as_described() -> None:
+    path = GOLDEN.parent / "retention"
+    expected = json.loads((path / "expected.json").read_text())
+    repository = Repository(path)
+    assert repository.root["branches"] == expected["branches"]
+    assert repository.tags == expected["tags"]
+    versions = {version["id"]: version for version in expected["versions"]}
+    for id in expected["kept"]:
+        assert "expired" not in repository.commits[id]
+        assert hashes(repository, id, "patch") == versions[id]
+    stones = {id for id, entry in repository.commits.items() if "expired" in entry}
+    for id in stones:
+        assert hashes(repository, id, "patch") == versions[id]
+    gone = [entry for entry in repository.entries if entry["op"] == "expired"]
+    assert {digest(entry["record"]) for entry in gone} == set(versions) - set(expected["kept"]) - stones
+    for entry in gone:
+        assert set(entry) <= {"op", "seq", "name", "old", "record", "expired", "released"}
+    kept = {"*": {"last": 1, "meta": {"keep": True}}, "exp": {"within": 86400}}
+    assert repository.root["retention"] == {"branches": kept, "unreachable": None}
+    page = repository.page(repository.root["collector"], "collector")
+    assert page["noted"] == [[4, 1_767_225_600_000_000], [9, 1_767_225_601_000_000]]
+    assert page["since"] == 1_767_225_602_000_000
+    (dead,) = page["dead"]
+    assert repository.load(dead, "pack")
+    assert repository.root["horizon"] == 4
+    pins = [repository.page(f"pin/{one.name}", "pin") for one in path.glob("pin/*")]
+    writer, reader = sorted(pins, key=lambda pin: pin["begin"] is None)
+    assert writer == {"begin": 7, "names": [], "versions": [], "lifetime": writer["lifetime"], "weightvc": "pin 1"}
+    head = repository.root["branches"]["main"]
+    assert reader["versions"] == [head]
+    assert reader["begin"] is None
+    assert set(reader["names"]) >= {repository.commits[head]["manifest"], repository.commits[head]["schema"]}
+    assert all(1 <= pin["lifetime"] <= 604_800 for pin in pins)
+    (copy,) = path.glob("root.d/*")
+    assert copy.read_bytes() == (path / "root").read_bytes()
 
 
 KINDS = [
