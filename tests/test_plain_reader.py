@@ -29,6 +29,10 @@ NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
 OLD, NEW = "0000803fc07f008080bf803f", "0000813fc07f00007fbf803f"
 
 
+SAID = ("new", "time", "author", "message")
+"""What the entry of an expired version says of it, in words of its record."""
+
+
 def hashes(repository: Repository, id: str, prefer: str) -> dict[str, Any]:
     """What expected.json says of a version."""
     version, data = repository.read(id, prefer)
@@ -134,7 +138,9 @@ def test_what_retention_and_collection_wrote_is_as_described() -> None:
     gone = [entry for entry in repository.entries if entry["op"] == "expired"]
     assert {digest(entry["record"]) for entry in gone} == set(versions) - set(expected["kept"]) - stones
     for entry in gone:
-        assert set(entry) <= {"op", "seq", "name", "old", "record", "expired", "released"}
+        assert set(entry) <= {*("op", "seq", "name", "old", "record", "expired", "released"), *SAID}
+        assert [entry[field] for field in SAID[1:]] == [json.loads(entry["record"])[field] for field in SAID[1:]]
+        assert entry["new"] == digest(entry["record"])
     kept = {"*": {"last": 1, "meta": {"keep": True}}, "exp": {"within": 86400}}
     assert repository.root["retention"] == {"branches": kept, "unreachable": None}
     page = repository.page(repository.root["collector"], "collector")

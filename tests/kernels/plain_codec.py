@@ -1,4 +1,4 @@
-"""A second decoder, written from the layout in the docstrings alone: slow, plain Python, one number at a time.
+"""A second codec, written from the layout in the docstrings alone: slow, plain Python, one number at a time.
 
 It shares no line with the kernels, so a payload that both read alike is laid out as documented.
 """
@@ -93,3 +93,69 @@ def decode(codec: int, payload: bytes, old: bytes, lane: int) -> bytes:
         after = [apply(mode, x, delta) for x, delta in zip(before, reader.numbers(count))]
     assert not reader.rest
     return b"".join(x.to_bytes(lane, "little") for x in after)
+
+
+def varint(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value % 128 + 128]) + varint(value >> 7)
+
+
+def section(data: bytes, packed: bool) -> bytes:
+    if packed:
+        data = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(data)
+    return varint(2 * len(data) + packed) + data
+
+
+def numbers(values: list[int], low: int, packed: bool) -> bytes:
+    parts = [bytes([low])]
+    if low:
+        width = -(-len(values) // 8)
+        bits = bytearray(low * width)
+        for i, value in enumerate(values):
+            for j in range(low):
+                bits[j * width + i // 8] |= (value >> j & 1) << (i % 8)
+        parts.append(section(bytes(bits), packed))
+    high = [value >> low for value in values]
+    parts.append(section(bytes(min(value, 255) for value in high), packed))
+    escaped = [value - 255 for value in high if value >= 255]
+    if escaped:
+        planes = -(-max(escaped).bit_length() // 8)
+        parts.append(bytes([planes]))
+        parts += [section(bytes(value >> 8 * j & 255 for value in escaped), packed) for j in range(planes)]
+    return b"".join(parts)
+
+
+def encode(
+    codec: int, old: bytes, new: bytes, lane: int, *, xor: bool = False, low: int = 0, packed: bool = False
+) -> bytes:
+    """A payload of `codec` that makes `new` of `old`, as this writer chooses: the mode, how many low bits are kept
+    apart, and whether sections are zstd frames."""
+    bits = 8 * lane
+    before, after = (
+        [int.from_bytes(block[at : at + lane], "little") for at in range(0, len(block), lane)] for block in (old, new)
+    )
+
+    def mirror(x: int) -> int:
+        return x ^ (2 ** (bits - 1) - 1) if x >> (bits - 1) else x
+
+    def delta(x: int, y: int) -> int:
+        if xor:
+            return x ^ y
+        step = (mirror(y) - mirror(x) + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+        return 2 * step if step >= 0 else -2 * step - 1
+
+    if codec == RAW:
+        return new
+    if codec == PLANES:
+        if lane > 1:
+            after = [(x << 1 | x >> (bits - 1)) % 2**bits for x in after]
+        return b"".join(section(bytes(x >> 8 * j & 255 for x in after), packed) for j in range(lane))
+    deltas = [delta(x, y) for x, y in zip(before, after)]
+    if codec == DENSE:
+        return bytes([xor]) + numbers(deltas, low, packed)
+    assert codec == SPARSE
+    at = [i for i, value in enumerate(deltas) if value]
+    if not at:
+        return b""
+    gaps = [i - before - 1 for i, before in zip(at, [-1, *at])]
+    changes = numbers([value for value in deltas if value], low, packed)
+    return bytes([xor]) + varint(len(at)) + numbers(gaps, low, packed) + changes
