@@ -100,6 +100,7 @@ def varint(value: int) -> bytes:
 
 
 def section(data: bytes, packed: bool) -> bytes:
+    packed = packed and bool(data)  # there is no frame of nothing
     if packed:
         data = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(data)
     return varint(2 * len(data) + packed) + data
