@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint types unit fuzz soak bench clean
+.PHONY: demo test test-ceph lint types unit fuzz soak bench clean
 
 demo: $(STAMP)
 	rm -rf .demo
@@ -26,6 +26,11 @@ types: $(STAMP)
 # WEIGHTVC_CHAIN, if set, names a directory with real checkpoints, which are tested with as well.
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The tests that use a real S3 server, with Ceph instead of SeaweedFS. Its packages are fetched once, into .ceph.
+test-ceph: $(STAMP)
+	$(BIN)/python -m tests.kit.ceph
+	$(BIN)/python -m pytest --s3 ceph $(PYTEST_ARGS)
 
 # FUZZ_ARGS="--seconds 600 stream" for one target and longer; .fuzz has logs, corpora and what was found.
 fuzz: $(STAMP)
@@ -49,5 +54,5 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .demo .fuzz build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .ceph .demo .fuzz build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -3,16 +3,20 @@
 import contextlib
 import ctypes
 import random
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+BUCKET = "weights"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,85 @@ class Place:
         from weightvc.stores import open_store
 
         return open_store(self.url, **{**self.reader_options, **more})
+
+
+class Server:
+    """A real S3 server on free loopback ports with its data in a temporary directory; stop() ends and removes both.
+
+    with Seaweed() as server:           # or Ceph()
+        place = server.place()          # a fresh prefix
+        store = place.open()            # may do everything
+        reader = place.open_reader()    # may only get objects
+    """
+
+    ADMIN = ("admin-access", "admin-secret")
+    READER = ("reader-access", "reader-secret")
+    endpoint_url: str
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=f"weightvc-{type(self).__name__.lower()}-"))
+        self.children: list[Child] = []
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self) -> None:
+        """Start the processes, each into `children`, and make the bucket and both identities."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End the server, what was started last first, and remove its data; idempotent."""
+        while self.children:
+            self.children.pop().stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For open_store(): the identity that may do everything."""
+        return self._options(self.ADMIN)
+
+    @property
+    def reader_options(self) -> dict[str, Any]:
+        """For open_store(): the identity that may only get objects."""
+        return self._options(self.READER)
+
+    def _options(self, keys: tuple[str, str]) -> dict[str, Any]:
+        return {
+            "endpoint_url": self.endpoint_url,
+            "region": "us-east-1",
+            "access_key": keys[0],
+            "secret_key": keys[1],
+        }
+
+    def place(self) -> Place:
+        """A fresh prefix in the bucket."""
+        return Place(f"s3://{BUCKET}/{secrets.token_hex(6)}", self.options, self.reader_options)
+
+    def client(self) -> Any:
+        """A boto3 client of the identity that may do everything, to look behind the code under test."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint_url,
+            region_name="us-east-1",
+            aws_access_key_id=self.ADMIN[0],
+            aws_secret_access_key=self.ADMIN[1],
+            config=Config(
+                retries={"total_max_attempts": 1},
+                request_checksum_calculation="when_required",
+                s3={"addressing_style": "path"},
+            ),
+        )
 
 
 def free_ports(count: int, also: int = 0) -> list[int]:

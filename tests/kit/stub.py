@@ -28,9 +28,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from tests.kit.servers import Place
-
-BUCKET = "weights"
+from tests.kit.servers import BUCKET, Place
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.kit.seaweed import BUCKET
+from tests.kit.servers import BUCKET
 from weightvc.errors import AccessDenied, BadFile
 from weightvc.sources import open_source
 
@@ -19,7 +19,7 @@ TWO = safetensors.numpy.save({"c": np.arange(5, dtype="u1")})
 
 
 @pytest.fixture
-def sign_in(seaweed, monkeypatch):
+def sign_in(s3_server, monkeypatch):
     """Have s3fs use the server as the given identity."""
     s3fs = pytest.importorskip("s3fs")
 
@@ -30,16 +30,16 @@ def sign_in(seaweed, monkeypatch):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key"])
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret_key"])
 
-    as_identity(seaweed.options)
+    as_identity(s3_server.options)
     yield as_identity
     s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
-def folder(seaweed, sign_in):
+def folder(s3_server, sign_in):
     """A prefix with a sharded checkpoint in it: its path, its files, and a function that writes."""
     prefix = f"in-{secrets.token_hex(6)}"
-    client = seaweed.client()
+    client = s3_server.client()
 
     def put(path: str, data: bytes) -> None:
         client.put_object(Bucket=BUCKET, Key=f"{prefix}/{path}", Body=data)
@@ -67,12 +67,12 @@ def test_a_prefix_and_a_key(folder):
 
 
 @pytest.mark.parametrize("change", ["other", "longer", "gone"])
-def test_a_change_is_noticed_without_a_cached_listing(folder, seaweed, change):
+def test_a_change_is_noticed_without_a_cached_listing(folder, s3_server, change):
     prefix, _, put = folder
     whole = open_source(f"s3://{BUCKET}/{prefix}")
     single = open_source(f"s3://{BUCKET}/{prefix}/2.safetensors")
     if change == "gone":
-        seaweed.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/2.safetensors")
+        s3_server.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/2.safetensors")
     else:
         put("2.safetensors", TWO[:-1] + b"\xff" if change == "other" else TWO + b"x")
     for source in (whole, single):
@@ -87,11 +87,11 @@ def test_a_new_file_is_seen_by_the_next_open(folder):
     assert files(open_source(f"s3://{BUCKET}/{prefix}")) == {**kept, "x.json": b"{}"}
 
 
-def test_nothing_there_and_not_allowed(folder, seaweed, sign_in):
+def test_nothing_there_and_not_allowed(folder, s3_server, sign_in):
     prefix, _, _ = folder
     for url in (f"s3://{BUCKET}/{prefix}/none", f"s3://{BUCKET}/{prefix}-none", "s3://no-such-bucket-here/x"):
         with pytest.raises(BadFile, match=url):
             open_source(url)
-    sign_in({**seaweed.options, "secret_key": "wrong"})
+    sign_in({**s3_server.options, "secret_key": "wrong"})
     with pytest.raises(AccessDenied, match=prefix):
         open_source(f"s3://{BUCKET}/{prefix}")

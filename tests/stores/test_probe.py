@@ -14,7 +14,7 @@ from weightvc.stores.probe import probe
 from weightvc.stores.remote import RemoteStore
 
 
-def test_seaweed_is_accepted(s3_place: Place) -> None:
+def test_a_real_server_is_accepted(s3_place: Place) -> None:
     store = s3_place.open()
     assert probe(store) == {"conditional": "probed", "writers": 4, "rounds": 3}
     assert list(store.list()) == [], "it cleans up"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.kit.seaweed import BUCKET, Seaweed
-from tests.kit.servers import Place
+from tests.kit.servers import BUCKET, Place, Server
 from weightvc.errors import AccessDenied, KeyNotFound
 from weightvc.stores import Got, open_store
 
@@ -34,10 +33,10 @@ def test_wrong_credentials(s3_place: Place) -> None:
         s3_place.open(access_key="nobody").get("k")
 
 
-def test_spellings_of_one_place_and_its_sibling(seaweed: Seaweed) -> None:
-    base = seaweed.place().url
-    stores = [open_store(base + tail, **seaweed.options) for tail in ("/p", "/p/", "//p", "//p//")]
-    sibling = open_store(f"{base}/p2", **seaweed.options)
+def test_spellings_of_one_place_and_its_sibling(s3_server: Server) -> None:
+    base = s3_server.place().url
+    stores = [open_store(base + tail, **s3_server.options) for tail in ("/p", "/p/", "//p", "//p//")]
+    sibling = open_store(f"{base}/p2", **s3_server.options)
     assert {store.url for store in stores} == {f"{base}/p/"}
     for i, store in enumerate(stores):
         store.put(f"k{i}", b"x")
@@ -51,8 +50,8 @@ def test_spellings_of_one_place_and_its_sibling(seaweed: Seaweed) -> None:
     assert got.data == b"sibling"
 
 
-def test_no_such_bucket(seaweed: Seaweed) -> None:
-    store = open_store("s3://no-such-bucket/p", **seaweed.options)
+def test_no_such_bucket(s3_server: Server) -> None:
+    store = open_store("s3://no-such-bucket/p", **s3_server.options)
     with pytest.raises(KeyNotFound):
         store.get("k")
     with pytest.raises(KeyNotFound, match="no-such-bucket"):
@@ -68,7 +67,7 @@ def test_large_object(s3_place: Place) -> None:
     assert (got.data == data, got.etag, got.size) == (True, etag, len(data))
 
 
-def test_objects_lie_where_the_url_says(s3_place: Place, seaweed: Seaweed) -> None:
+def test_objects_lie_where_the_url_says(s3_place: Place, s3_server: Server) -> None:
     s3_place.open().put("kind/k", b"value")
     prefix = s3_place.url.removeprefix(f"s3://{BUCKET}/")
-    assert seaweed.client().get_object(Bucket=BUCKET, Key=f"{prefix}/kind/k")["Body"].read() == b"value"
+    assert s3_server.client().get_object(Bucket=BUCKET, Key=f"{prefix}/kind/k")["Body"].read() == b"value"
