@@ -18,10 +18,24 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from weightvc.errors import StateUnknown, Unavailable
+from weightvc.errors import AccessDenied, KeyNotFound, StateUnknown, Unavailable
 from weightvc.stores.base import Got, Listed, Store
+from weightvc.stores.memory import MemoryStore
 
 Fault = Literal["none", "kill before", "kill after", "fail", "drop", "late"]
+
+
+def deny_what_is_missing(monkeypatch: Any) -> None:
+    """From now on stores in memory say what S3 says of a missing key to whoever may not list: access denied."""
+    get = MemoryStore.get
+
+    def denied(self: MemoryStore, key: str, **how: Any) -> Got | None:
+        try:
+            return get(self, key, **how)
+        except KeyNotFound:
+            raise AccessDenied(f"cannot read {key!r}: it is missing, or this is all that is said") from None
+
+    monkeypatch.setattr(MemoryStore, "get", denied)
 
 
 class Killed(BaseException):

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 import weightvc
-from tests.kit.faults import Faulty, Killed
+from tests.kit.faults import Faulty, Killed, deny_what_is_missing
+from tests.kit.stub import Body, Drop, Status
 from tests.kit.weights import Bits, contents, flipped, held, tensor, tiny_format
 from weightvc.errors import Corrupt, Expired, Refused, StoreError, Unavailable, WeightvcError
 from weightvc.objects import frame, key
@@ -473,9 +474,10 @@ def test_a_pin_that_cannot_be_read_stops_everything(repository):
     assert name in names(repository)
 
 
+@pytest.mark.parametrize("lists", [True, False])
 @pytest.mark.parametrize("tiny", [False, True])
-def test_a_reader_that_lost_the_race_says_so(repository, tiny):
-    """Never partial weights: Expired, also in the middle of a read."""
+def test_a_reader_that_lost_the_race_says_so(repository, tiny, lists, monkeypatch):
+    """Never partial weights: Expired, also in the middle of a read, and for those who may not list."""
     with tiny_format():
         repository.commit(Bits(START))
         repository.commit(Bits(step(1)))
@@ -488,6 +490,8 @@ def test_a_reader_that_lost_the_race_says_so(repository, tiny):
             middle.read(0, 0, 64)
         expire_entry(repository, old.id)
         gc(repository, 0, force=True)
+        if not lists:
+            deny_what_is_missing(monkeypatch)
         for source in (early, middle):
             with pytest.raises(Expired):
                 contents(source)
@@ -632,6 +636,25 @@ def test_listings_of_pages_of_two_keys(s3_place):
     orphans = {orphan(repository, 1) for _ in range(3)}
     gc(repository, 0, force=True)
     assert not orphans & names(repository)
+    for i in range(5):
+        assert held(repository, f"b{i}") == step(i)
+
+
+def test_an_error_on_the_second_page(stub):
+    """Case 37, where the server itself fails."""
+    place = stub.place()
+    repository = weightvc.init(place.url, cache=None, **{**place.options, "page_size": 2, "attempts": 2})
+    for i in range(5):
+        repository.commit(Bits(step(i)), branch=f"b{i}", expect="")
+    orphan(repository, 1)
+    before = set(stub.objects)
+    for fault in (Status(500), Drop(), Body(b"<html/>")):
+        stub.fault(fault, operation="ListObjectsV2", after=1, times=2)
+        with pytest.raises(Unavailable):
+            gc(repository, 0, force=True)
+        stub.clear()
+        assert {name for name in stub.objects if "probe/" not in name} == before
+    gc(repository, 0, force=True)
     for i in range(5):
         assert held(repository, f"b{i}") == step(i)
 

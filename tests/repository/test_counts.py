@@ -4,8 +4,9 @@ import pytest
 
 import weightvc
 from tests.kit import history
-from tests.kit.weights import Bits, flipped, held, lying, tensor
-from weightvc.errors import AccessDenied
+from tests.kit.weights import Bits, contents, flipped, held, lying, tensor, tiny_format
+from weightvc.errors import AccessDenied, Expired
+from weightvc.objects.retention import Rules
 from weightvc.stores.base import Stats
 
 
@@ -124,6 +125,24 @@ def test_reading_needs_getobject_and_nothing_else(s3_place, tmp_path):
         with pytest.raises(AccessDenied):
             change()
     assert [version.id for version in writer.log()] == [version.id for version in reader.log()]
+
+
+def test_a_reader_that_may_only_get_learns_that_its_version_has_expired(s3_place, tmp_path):
+    """S3 denies a missing key to those who may not list: that must not hide that a version has expired."""
+    writer = weightvc.init(s3_place.url, cache=None, **s3_place.options)
+    with tiny_format():
+        ids = [writer.commit(step(i), base=i in (0, 4)).id for i in range(6)]
+        reader = weightvc.open(s3_place.url, cache=None, **s3_place.reader_options)
+        gone, begun = reader.source(ids[1]), reader.source(ids[1])
+        begun.read(0, 0, 64)
+        writer.expire(Rules(last=1))
+        writer.gc(grace=0, force=True)
+        for source in (gone, begun):
+            with pytest.raises(Expired):
+                contents(source)
+        with pytest.raises(Expired):
+            reader.load(ids[1], framework="numpy")
+        assert held(reader) == held(writer)
 
 
 def test_the_log_of_ten_thousand_versions_takes_few_reads(s3_place):

@@ -42,6 +42,23 @@ def store(stub: Stub) -> Store:
 # -- conditional writes: one attempt, and an honest answer ------------------------------------------------
 
 
+def test_a_full_bucket_is_no_matter_of_rights(stub: Stub) -> None:
+    """Ceph and others answer 403 where a quota is used up."""
+    store = stub.place().open(attempts=2, backoff=0.001)
+    stub.fault(Status(403, "QuotaExceeded"), operation="PutObject", times=3)
+    for write in (
+        lambda: store.put("k", b"v"),
+        lambda: store.create("root", b"v"),
+        lambda: store.swap("root", b"v", "0" * 32),
+    ):
+        with pytest.raises(Unavailable, match="is full"):
+            write()
+    stub.fault(Status(507, "InsufficientStorage"), operation="PutObject")
+    with pytest.raises(Unavailable, match="is full"):
+        store.put("k", b"v")
+    assert not stub.objects
+
+
 def test_swap_applied_but_reply_lost(stub: Stub, store: Store) -> None:
     etag = store.create("root", b"v1")
     stub.clear()

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from weightvc.errors import BadFile, Corrupt, Expired, NotFound
+from weightvc.errors import BadFile, Corrupt, Expired
 from weightvc.objects import catalogue, dtypes, frame, key, layout, manifest, version
 from weightvc.objects.catalogue import Entry, Place
 from weightvc.objects.manifest import Manifest, Patch, Stream
@@ -19,7 +19,7 @@ from weightvc.objects.tree import Tree
 from weightvc.objects.version import Edge, Version
 from weightvc.protocol import coder, parallel, state, swap
 from weightvc.protocol.refs import Refs, moved
-from weightvc.protocol.shelf import Shelf
+from weightvc.protocol.shelf import MISSING, Shelf
 from weightvc.sources.base import Source
 
 Progress = Callable[[int, int], None]
@@ -226,7 +226,7 @@ class Build:
             elif joined != self._parent.tree.digests[32 * source : 32 * end]:
                 try:
                     old = self._parent.bytes.read(source, end)
-                except (Corrupt, NotFound) as error:
+                except (Corrupt, *MISSING) as error:
                     # Stored whole, it no longer needs what cannot be read: the branch heals.
                     self.unread.append(str(error))
                     codec, payload = kernels.encode_whole(new, lane)
@@ -270,7 +270,7 @@ class Build:
                 return dtype, None
             old = self._parent.bytes.read(source, source + high - low)
             return dtype, context.sample(old, self._read(low, high), dtype, 1)
-        except (Corrupt, NotFound, CodecError):
+        except (Corrupt, *MISSING, CodecError):
             return dtype, None
 
     def _read(self, low: int, high: int) -> frame.Buffer:

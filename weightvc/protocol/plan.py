@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from weightvc.errors import Corrupt, Expired, NotFound
+from weightvc.errors import Corrupt, Expired
 from weightvc.objects import manifest
 from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.version import Edge
+from weightvc.protocol.shelf import MISSING
 
 REQUEST: Final = 64 << 10
 """What a request weighs beside its bytes, in bytes: some 5 ms of a 100 Mbit/s link."""
@@ -142,7 +143,7 @@ def plan(finder: Finder, entry: Entry, held: Set[str] = frozenset(), failed: Map
         else:
             before = finder.unread
             # What stands in a segment that cannot be read is no better way.
-            with suppress(Corrupt, NotFound):
+            with suppress(Corrupt, *MISSING):
                 current = finder.find(ident, max(0, goal_cost // LOOK - looked))
             looked += before - finder.unread
         if current is None or current.version is None:

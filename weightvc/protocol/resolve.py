@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
-from weightvc.errors import Corrupt, NotFound, WeightvcError
+from weightvc.errors import Corrupt, WeightvcError
 from weightvc.objects import layout
 from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.manifest import Manifest, check_blocks
@@ -16,7 +16,7 @@ from weightvc.objects.tree import Tree
 from weightvc.protocol import parallel, state, swap
 from weightvc.protocol.plan import Plan, plan
 from weightvc.protocol.refs import Refs, promised
-from weightvc.protocol.shelf import Shelf
+from weightvc.protocol.shelf import MISSING, Shelf
 from weightvc.protocol.spool import Spool
 from weightvc.protocol.state import BasePayloads, Chain, Held, Level, Models, PatchPayloads, State, Verified
 
@@ -65,7 +65,7 @@ def layout_of(shelf: Shelf, made: Manifest) -> layout.Stored | None:
         return None
     try:
         return _layout_of(shelf, made, made.layout)
-    except NotFound:
+    except MISSING:
         found = Refs(shelf, swap.must_read(shelf.store).root).catalogue.find(made.version.id)
         if found is not None:
             promised(found)
@@ -114,7 +114,7 @@ def opened(
         held |= {lying[0]}
     try:
         made, name, tree = _identified(shelf, refs, entry, held if whole else None, identify=identify)
-    except NotFound:
+    except MISSING:
         found = renewed(shelf, refs, entry)
         if found is None:
             raise
@@ -179,7 +179,7 @@ def _described(shelf: Shelf, refs: Refs, entry: Entry, held: Set[str] | None) ->
     for way in ways:
         try:
             made = manifest_of(shelf, entry, way)
-        except (Corrupt, NotFound) as error:
+        except (Corrupt, *MISSING) as error:
             failure = failure or error
         else:
             return made, way.manifest if way is not None else _name(entry)

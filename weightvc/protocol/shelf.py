@@ -3,10 +3,10 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from weightvc.cache import Cache
-from weightvc.errors import Corrupt
+from weightvc.errors import AccessDenied, Corrupt, NotFound
 from weightvc.objects import catalogue, frame, key, layout, manifest, schema
 from weightvc.objects.catalogue import Catalogue, Entry, SegmentRef
 from weightvc.objects.root import Root
@@ -15,6 +15,9 @@ from weightvc.objects.tensor import TensorInfo
 from weightvc.stores.base import Store
 
 T = TypeVar("T")
+MISSING: Final = (NotFound, AccessDenied)
+"""What a store says of an object that has gone: to an identity that may not list, S3 denies a key that is not there.
+That the root could be read tells that the identity is a good one."""
 SCHEMAS_KEPT = 4
 KEPT = {"manifest": 4, "schema": 4, "layout": 4, "segment": 64, "page": 4}
 """Decoded objects that are remembered, by kind: manifests are large, and segments are asked for again and again."""

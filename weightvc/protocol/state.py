@@ -14,12 +14,12 @@ from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from weightvc.cache import Flat
-from weightvc.errors import Corrupt, NotFound, Refused, StoreError, Unsupported, WeightvcError
+from weightvc.errors import Corrupt, Refused, StoreError, Unsupported, WeightvcError
 from weightvc.objects import dtypes, frame, manifest
 from weightvc.objects.manifest import CONTEXT, REF, RICE, SAME, Stream
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
-from weightvc.protocol.shelf import Shelf
+from weightvc.protocol.shelf import MISSING, Shelf
 from weightvc.protocol.spool import Reader, Spool
 from weightvc.sources.base import ReadsRuns, Source
 
@@ -394,7 +394,7 @@ class Verified:
                 data = state.read(low, high)
                 self._check(data, low, high)
                 return data
-            except (Corrupt, NotFound) as error:
+            except (Corrupt, *MISSING) as error:
                 self._next(state, error)
             except RecursionError:
                 self._next(state, Corrupt(f"{self._what}: patches lead from one to another without an end"))

@@ -432,6 +432,10 @@ class S3Store:
             raise KeyNotFound(
                 f"{what}: there is no bucket {self.bucket!r}: check the name and the endpoint"
             ) from error
+        if status == 507 or "QuotaExceeded" in code:  # Ceph has it with 403, others with other statuses
+            raise Unavailable(
+                f"{what}: the bucket is full ({code}): raise its quota, or `weightvc expire` and `weightvc gc`"
+            ) from error
         if status in (401, 403) or code in _DENIED:
             raise AccessDenied(f"{what}: {code}: {_DENIED.get(code, _DENIED['AccessDenied'])}") from error
         if status == 404:
