@@ -1,4 +1,4 @@
-"""Parts of the way by themselves: the scan, the first call, small tensors, bases, hashing. codec.py --micro runs it.
+"""Parts of the way by themselves: the scan, the first call, small tensors, bases, hashing.
 
 scan     an unchanged pair, against a loop that does nothing but read both of its models
 start    encode and decode in a fresh process: compiled code not there, then there; the call after
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
+from inputs import Files
 from pairs import Bytes, Pair, Span
 from schemes import Small
 
@@ -30,34 +31,8 @@ import weightvc_kernels as wk
 from weightvc.objects import frame
 from weightvc_kernels import context
 
-SIZE = 250 << 20
-"""Bytes of the models, about: more than a processor's own cache, mostly."""
-COUNT, EACH = 20_000, 64
-Files = tuple[str, Path, Path]
-"""Title, old and new."""
-
-
-def micro(chosen: Sequence[Files], pool: ThreadPoolExecutor, threads: int, rounds: int) -> dict[str, Any]:
-    """Measure everything on the first pair of each dtype; print, and return the figures."""
-    rounds = max(rounds, 1)
-    first = Pair(*chosen[0], least=SIZE)
-    print(f"\n{first.title}, {first.copies} times: {first.nbytes / 1e6:.0f} MB; {threads} threads, {rounds} rounds\n")
-    return {
-        "scan": scan(first, pool, rounds),
-        "hash": hashing(first, pool, rounds),
-        "base": [base(title, new, pool, rounds) for title, _, new in _kinds(chosen)],
-        "small": small_tensors(pool, rounds),
-        "start": start(),
-    }
-
-
-def _kinds(chosen: Sequence[Files]) -> list[Files]:
-    """The first pair of each export."""
-    found: dict[str, Files] = {}
-    for title, old, new in chosen:
-        parts = title.split(", ")
-        found.setdefault(parts[1] if len(parts) > 1 else "", (title, old, new))
-    return list(found.values())
+EACH = 64
+"""Elements of a small tensor."""
 
 
 @dataclass(slots=True)
@@ -110,11 +85,6 @@ def scan(pair: Pair, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
         },
     )
     total = 2 * sum(span.stop - span.start for span in blocks)
-    plain = seconds["plain read of two arrays"]
-    print("| scan of an unchanged pair | GB/s of input | of a plain read | by processor time |\n|---|---|---|---|")
-    for name, spent in seconds.items():
-        speed, share, work = total / spent.wall / 1e9, plain.wall / spent.wall, plain.cpu / spent.cpu
-        print(f"| {name} | {speed:.1f} | {share:.2f} | {work:.2f} |")
     return {name: asdict(spent) | {"nbytes": total} for name, spent in seconds.items()}
 
 
@@ -178,18 +148,12 @@ def hashing(pair: Pair, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]
             "each block: decode, blake3": every(lambda job: (take(job), target_sum(job)), over=jobs),
         },
     )
-    print("\n| encoding, decoding, hashing | ms | GB/s | ms of processors |\n|---|---|---|---|")
-    for name, spent in seconds.items():
-        if not name.startswith("copy"):
-            print(
-                f"| {name} | {1e3 * spent.wall:.0f} | {pair.nbytes / spent.wall / 1e9:.1f} | {1e3 * spent.cpu:.0f} |"
-            )
     return {name: asdict(spent) for name, spent in seconds.items()}
 
 
-def base(title: str, path: Path, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
-    """Share of raw and GB/s of encode_whole and decode_whole."""
-    pair = Pair(title, path, path, least=SIZE // 2)
+def base(files: Files, least: int, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
+    """Share of raw, and seconds of encode_whole and decode_whole of the newer one, repeated up to `least` bytes."""
+    pair = Pair(files.title, files.new, files.new, least)
     coded = list(pool.map(lambda span: wk.encode_whole(span.of(pair.new), span.lane), pair.blocks))
 
     def decode() -> list[Bytes]:
@@ -198,7 +162,7 @@ def base(title: str, path: Path, pool: ThreadPoolExecutor, rounds: int) -> dict[
         )
 
     for span, data in zip(pair.blocks, decode()):
-        assert np.array_equal(data, span.of(pair.new)), title
+        assert np.array_equal(data, span.of(pair.new)), files.title
     seconds = interleaved(
         rounds,
         {
@@ -207,28 +171,24 @@ def base(title: str, path: Path, pool: ThreadPoolExecutor, rounds: int) -> dict[
         },
     )
     share = sum(len(payload) for _, payload in coded) / pair.nbytes
-    print(f"\nbase of {title}: {share:.3f} of raw", end="")
-    for name, spent in seconds.items():
-        print(f", {name} {pair.nbytes / spent.wall / 1e9:.2f} GB/s", end="")
-        print(f" ({pool_size(pool) * pair.nbytes / spent.cpu / 1e9:.2f} by processor time)", end="")
-    print()
-    return {"pair": title, "share": share, "nbytes": pair.nbytes} | {k: asdict(v) for k, v in seconds.items()}
+    return {
+        "pair": files.title,
+        "kind": files.kind,
+        "share": share,
+        "nbytes": pair.nbytes,
+        **{what: asdict(spent) for what, spent in seconds.items()},
+    }
 
 
-def pool_size(pool: ThreadPoolExecutor) -> int:
-    """Threads of a pool."""
-    return pool._max_workers
-
-
-def small_tensors(pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
-    """Times of many small tensors over those of one large one."""
+def small_tensors(many: int, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
+    """Seconds of `many` small tensors, and of one as large."""
     import torch
     from safetensors.torch import save_file
 
     import weightvc
 
     rng = np.random.default_rng(0)
-    values = torch.from_numpy(rng.normal(0, 0.02, COUNT * EACH).astype("f4")).bfloat16()
+    values = torch.from_numpy(rng.normal(0, 0.02, many * EACH).astype("f4")).bfloat16()
     bits = values.view(torch.int16).numpy().copy()
     bits[rng.random(bits.size) < 0.01] ^= 1
     changed = torch.from_numpy(bits).view(torch.bfloat16)
@@ -241,7 +201,7 @@ def small_tensors(pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
         folder = Path(name)
         pairs: dict[int, Pair] = {}
         works: dict[str, Callable[[], Any]] = {}
-        for count in (1, COUNT):
+        for count in (1, many):
             for state, tensors in (("old", values), ("new", changed)):
                 save_file(cut(tensors, count), folder / f"{count}-{state}")
             pairs[count] = Pair("small", folder / f"{count}-old", folder / f"{count}-new")
@@ -249,10 +209,10 @@ def small_tensors(pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
             works |= {f"encode {count}": encode, f"decode {count}": decode}
         seconds = interleaved(rounds, works)
         for what in ("encode", "decode"):
-            out[f"kernels: {what}"] = {"one": seconds[f"{what} 1"].wall, "many": seconds[f"{what} {COUNT}"].wall}
+            out[f"kernels: {what}"] = {"one": seconds[f"{what} 1"].wall, "many": seconds[f"{what} {many}"].wall}
         steps: dict[str, list[float]] = {}
         for turn in range(rounds + 1):
-            for count in (1, COUNT):
+            for count in (1, many):
                 place = folder / f"{turn}-{count}"
                 repository = weightvc.init(place / "repository", cache=place / "cache")
                 work: dict[str, Callable[[], Any]] = {
@@ -266,13 +226,9 @@ def small_tensors(pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
                     if turn:
                         steps.setdefault(f"{what} {count}", []).append(time.perf_counter() - begin)
         for what in ("first commit", "next commit", "load"):
-            one, many = (statistics.median(steps[f"{what} {count}"]) for count in (1, COUNT))
-            out[f"Repository: {what}"] = {"one": one, "many": many}
-    print(f"\n| {COUNT:,} tensors of {EACH} bf16, and one as large | one, ms | many, ms | times |\n|---|---|---|---|")
-    for what, spent in out.items():
-        one, many = spent["one"], spent["many"]
-        print(f"| {what} | {1000 * one:.1f} | {1000 * many:.1f} | {many / one:.1f} |")
-    return out
+            spent = [statistics.median(steps[f"{what} {count}"]) for count in (1, many)]
+            out[f"Repository: {what}"] = dict(zip(("one", "many"), spent))
+    return {"tensors": many, "each": EACH, "works": out}
 
 
 def _driven(pair: Pair, pool: ThreadPoolExecutor) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -331,20 +287,12 @@ print(json.dumps(spent))
 """
 
 
-def start() -> dict[str, dict[str, float]]:
-    """Seconds of the first and the second call in a process, 4 MiB of bf16."""
+def start(cold: bool = True) -> dict[str, dict[str, float]]:
+    """Seconds of the first and the second call in a process, 4 MiB of bf16; with nothing compiled too, if `cold`."""
     out = {}
     with tempfile.TemporaryDirectory() as cache:
-        for state in ("nothing compiled", "compiled code cached"):
-            done = subprocess.run(
-                [sys.executable, "-c", _FRESH],
-                env=os.environ | {"NUMBA_CACHE_DIR": cache},
-                capture_output=True,
-                check=True,
-            )
+        for state in ("nothing compiled", "compiled code cached")[not cold :]:
+            environment = os.environ | ({"NUMBA_CACHE_DIR": cache} if cold else {})
+            done = subprocess.run([sys.executable, "-c", _FRESH], env=environment, capture_output=True, check=True)
             out[state] = json.loads(done.stdout)
-    heads = list(out["nothing compiled"])
-    print(f"\n| a fresh process, s | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
-    for state, spent in out.items():
-        print(f"| {state} | {' | '.join(f'{seconds:.3f}' for seconds in spent.values())} |")
     return out

@@ -3,6 +3,7 @@
 A scheme codes a pair that is in memory, and decodes onto a copy of its old model. All share the threads of one pool.
 """
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -175,18 +176,24 @@ class PatchFrom(Scheme):
     once = True
 
     def put(self, span: Span) -> tuple[int, Any]:
+        from backports import zstd
+
         old, new = self._bytes(span)
         # A window over all of the old one, and long matches.
-        room = max(10, (old.size + new.size).bit_length())
-        parameters = zstandard.ZstdCompressionParameters.from_level(
-            3, source_size=new.size, window_log=min(27, room), enable_ldm=True, write_content_size=1
-        )
-        payload = zstandard.ZstdCompressor(dict_data=_dictionary(old), compression_params=parameters).compress(new)
+        parameter = zstd.CompressionParameter
+        options = {
+            parameter.compression_level: 3,
+            parameter.enable_long_distance_matching: 1,
+            parameter.window_log: min(27, max(10, (old.size + new.size).bit_length())),
+        }
+        payload = zstd.compress(new.data, options=options, zstd_dict=_prefix(old))
         return len(payload), payload
 
     def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
-        decompressor = zstandard.ZstdDecompressor(dict_data=_dictionary(target), max_window_size=1 << 30)
-        return np.frombuffer(decompressor.decompress(payload), np.uint8)
+        from backports import zstd
+
+        options = {zstd.DecompressionParameter.window_log_max: 27}
+        return np.frombuffer(zstd.decompress(payload, options=options, zstd_dict=_prefix(target)), np.uint8)
 
 
 class Coo(Scheme):
@@ -256,6 +263,7 @@ class Arc(Scheme):
 
     def __init__(self, pair: Pair, pool: ThreadPoolExecutor) -> None:
         super().__init__(pair, pool)
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # it only reads what it decompressed
         import fireworks_delta_compression
         import torch
 
@@ -303,8 +311,11 @@ def _expand(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(data)
 
 
-def _dictionary(data: Bytes) -> zstandard.ZstdCompressionDict:
-    return zstandard.ZstdCompressionDict(data.tobytes(), dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+def _prefix(data: Bytes) -> Any:
+    """The old tensor to find matches in. (In a dictionary of zstandard's no long ones would be looked for.)"""
+    from backports import zstd
+
+    return zstd.ZstdDict(data.tobytes(), is_raw=True).as_prefix if data.size >= 8 else None
 
 
 SCHEMES: dict[str, type[Scheme]] = {

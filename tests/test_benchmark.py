@@ -1,6 +1,8 @@
 """The benchmark of codecs runs, and its bound and its sizes are what they are said to be."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ import numpy as np
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "codec.py"
 SCHEMES = ["small", "first", "xor+zstd", "gap+xor+zstd", "gap+new+zstd", "gap+raw", "coo", "patch-from"]
+
+SECTION = re.compile(r"<!-- ([a-z]+) -->\n(.*?)<!-- /[a-z]+ -->", re.DOTALL)
 
 
 def write(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
@@ -70,3 +74,38 @@ def test_benchmark_measures_what_it_says(tmp_path: Path) -> None:
         assert row["decode"] > 0
         assert 0 < row["hashing"] <= 1
         assert row["unit"] == 2 * 2 * (1 << 17)
+
+
+def test_one_command_measures_what_the_document_has_a_place_for(tmp_path: Path) -> None:
+    document = SCRIPT.parents[1] / "docs" / "benchmarks.md"
+    written, figures = tmp_path / "benchmarks.md", tmp_path / "figures"
+    written.write_text(document.read_text())
+    flags = ["--quick", "--inputs", tmp_path / "inputs", "--write", written, "--json", figures]
+    command = [sys.executable, SCRIPT, *flags, "--schemes", "small,fast,xor+zstd"]
+    environment = {name: value for name, value in os.environ.items() if name != "WEIGHTVC_CHAIN"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    before, after = (SECTION.split(path.read_text()) for path in (document, written))
+    # What is not between marks stays: every third part is a section's text, after its name.
+    assert [part for i, part in enumerate(before) if i % 3 != 2] == [
+        part for i, part in enumerate(after) if i % 3 != 2
+    ]
+    sections = dict(zip(after[1::3], after[2::3]))
+    assert list(found) == ["machine", *(name for name in found if name not in ("machine", "goals")), "goals"]
+    assert set(sections) == set(found)
+    assert all(sections.values())
+    assert found["machine"]["processor"] in sections["machine"]
+    for one in found["patches"]:
+        assert f"| {one['schemes']['small']['stored']:,} |" in sections["patches"]
+    for goal in found["goals"]:
+        state = {True: "held", False: "**missed**", None: "not measured"}[goal["held"]]
+        assert f"{state} |" in next(
+            row for row in sections["goals"].splitlines() if row.startswith(f"| {goal['what']} |")
+        )
+    chain = [goal["held"] for goal in found["goals"] if "chain" in goal["what"]]
+    assert chain == [None] * 4
+    measured = next(goal for goal in found["goals"] if goal["what"] == "small: bytes, × the bound; made inputs")
+    ratios = [one["schemes"]["small"]["stored"] / one["bound"] for one in found["patches"] if one["bound"]]
+    assert max(value for value, _ in measured["seen"]) == max(ratios)
+    assert measured["held"] == (max(ratios) <= 1.04)

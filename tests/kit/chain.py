@@ -11,22 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
 
-def file(name: str) -> Path:
-    """A file of the chain: "base", "adamw" or "muon". Skips the test where there is none."""
-    folder = os.environ.get("WEIGHTVC_CHAIN")
+def file(name: str, folder: str | Path | None = None) -> Path:
+    """A file of the chain, of WEIGHTVC_CHAIN's if no other: "base", "adamw" or "muon". Skips the test without any."""
+    folder = folder or os.environ.get("WEIGHTVC_CHAIN")
     if not folder:
+        import pytest  # what is no test names its folder
+
         pytest.skip("WEIGHTVC_CHAIN is not set")
     return Path(folder, "minilm", f"{name}.safetensors")
 
 
-def versions(optimizer: str, steps: int) -> Iterator[bytes]:
+def versions(optimizer: str, steps: int, folder: str | Path | None = None) -> Iterator[bytes]:
     """The base and so many steps after it, each a whole safetensors file."""
-    raw = bytearray(file("base").read_bytes())
-    changes = load_file(file(optimizer))
+    raw = bytearray(file("base", folder).read_bytes())
+    changes = load_file(file(optimizer, folder))
     start = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:start])
     yield bytes(raw)
