@@ -20,6 +20,7 @@ from weightvc.errors import AccessDenied, Conflict, NotFound, Refused, StoreErro
 from weightvc.history import HEAD, Ref, said, version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version
+from weightvc.protocol.meter import PARTS, Meter
 from weightvc.protocol.refs import Refs
 from weightvc.repository import Repository, open
 from weightvc.targets import Directory, Staged, Target, Tensors
@@ -41,10 +42,19 @@ class Timings:
 
     resolve: float = 0.0
     """Reading the root and finding the version in the catalogue."""
-    build: float = 0.0
-    """Fetching, decoding and verifying, side by side."""
+    fetch: float = 0.0
+    """Waiting for objects, from the store or the cache. This and the next three run side by side in many threads, and
+    count while any thread is at it: together they may be more than `stage` and `activate`."""
+    decode: float = 0.0
+    """Reading what is at hand, decoding patches on it, and comparing live tensors with the result."""
+    verify: float = 0.0
+    """Hashing: objects as they come, and every block of the result."""
+    apply: float = 0.0
+    """Writing: files, while the update is staged; live tensors, while it is activated."""
+    stage: float = 0.0
+    """All that comes before activate(), by the clock; what is served stays as it is."""
     activate: float = 0.0
-    """Writing: how long a server has to hold still."""
+    """How long a server has to hold still."""
     age: float = 0.0
     """From the commit, by the writer's clock, until the version was verified here, by this host's."""
     requests: int = 0
@@ -56,9 +66,17 @@ class Update:
     """A version that a target may move to. stage() it, then activate() it."""
 
     def __init__(
-        self, client: "Client", refs: Refs, entry: Entry, branch: str | None, lag: int | None, timings: Timings
+        self,
+        client: "Client",
+        refs: Refs,
+        entry: Entry,
+        branch: str | None,
+        lag: int | None,
+        timings: Timings,
+        meter: Meter,
     ) -> None:
         self._client = client
+        self._meter = meter
         self._refs = refs
         self._entry = entry
         self._staged: Staged | None = None
@@ -110,7 +128,8 @@ class Update:
 
 
 class Client:
-    """Follows a repository for one target. Threads may share it; after a fork, make another.
+    """Follows a repository for one target. Threads may share it. A forked child makes one of its own: its parent's is
+    Refused there, since both might write to the same memory, and neither would know what the other wrote.
 
     Coroutines call its methods through asyncio.to_thread(); it blocks on the network and on nothing else.
     """
@@ -132,8 +151,12 @@ class Client:
         weightvc.open(). Raises Refused for an `into` that cannot be written.
         """
         self.repository = url if isinstance(url, Repository) else open(url, lazy=True, **options)
+        self.timings: Timings | None = None
+        """Of the newest update that was staged, or pull; None before the first."""
         self._lock = threading.RLock()
         self._moved = threading.Condition()
+        self._moves = 0
+        self._process = os.getpid()
         self._target = _target(into, names, component)
 
     def __enter__(self) -> Self:
@@ -153,6 +176,7 @@ class Client:
 
     def current(self) -> Version | None:
         """The version that the target holds; None if that is not known, or half of another one was written."""
+        self._check_process()
         with self._lock:
             ident = self._holds()
         if ident is None:
@@ -176,11 +200,14 @@ class Client:
         """The update that would bring the target to a version: nothing but the catalogue is read."""
         if self._target is None:
             raise Refused("this client has no target: make it with into=…, or use pull()")
-        with self._counted(timings := Timings(), "resolve"):
-            refs = self.repository._refs()
+        self._check_process()
+        timings, meter = Timings(), Meter()
+        with self._counted(timings, "resolve"):
+            refs = Refs(self.repository._shelf.metered(meter), self.repository.refresh())
             found = refs.resolve(ref)
             lag = self._lag(refs, found.entry)
-        return Update(self, refs, found.entry, found.branch, lag, timings)
+        meter.seconds.clear()
+        return Update(self, refs, found.entry, found.branch, lag, timings, meter)
 
     def stage(self, ref: Ref = HEAD) -> Update:
         """update(ref), staged."""
@@ -191,6 +218,7 @@ class Client:
 
         Those are put right by the next pull. Raises Refused if the target holds no version.
         """
+        self._check_process()
         with self._lock:
             if self._target is None:
                 raise Refused("this client has no target: make it with into=…")
@@ -206,6 +234,7 @@ class Client:
 
         Raises RefNotFound, also where the version is not published yet under that name.
         """
+        self._check_process()
         held = self._holds()
         if held is None:
             return False
@@ -214,17 +243,36 @@ class Client:
 
     def wait_for(self, ref: Ref, timeout: float | None = None) -> bool:
         """Wait until at_least(ref), for at most `timeout` seconds; somebody else has to move the target, as watch()
-        does. Returns whether it is so. A ref that does not exist yet is waited for."""
+        does. Returns whether it is so. A ref that does not exist yet is waited for, and so is a store that cannot be
+        reached (that is logged, as "weightvc"); where it still cannot when the time is up, that is raised.
+        """
+        if timeout is not None and not _is_number(timeout):
+            raise Refused(f"timeout={timeout!r:.100}: give seconds, or None to wait for as long as it takes")
         end = None if timeout is None else time.monotonic() + timeout
+        failure: StoreError | None = None
         while True:
+            # Asked for without the lock: a store that does not answer must not keep who moves the target.
+            moves = self._moves
+            try:
+                if self.at_least(ref):
+                    return True
+                failure = None
+            except NotFound:
+                failure = None
+            except AccessDenied:
+                raise
+            except StoreError as error:
+                if failure is None:
+                    _log.warning("waiting for %s: %s cannot be read: %s", ref, self.repository.url, error)
+                failure = error
+            left = EVERY if end is None else min(EVERY, end - time.monotonic())
+            if left <= 0:
+                if failure is not None:
+                    raise failure
+                return False
             with self._moved:
-                with contextlib.suppress(NotFound):
-                    if self.at_least(ref):
-                        return True
-                left = EVERY if end is None else min(EVERY, end - time.monotonic())
-                if left <= 0:
-                    return False
-                self._moved.wait(left)
+                if self._moves == moves:
+                    self._moved.wait(left)
 
     # Following
 
@@ -243,8 +291,13 @@ class Client:
         until it is activated. A branch that does not exist yet is waited for, and so is a store that cannot be
         reached (that is logged, as "weightvc"). It ends when `stop` is set. Raises AccessDenied, Corrupt, Refused.
         """
-        if not 0 < every <= LONGEST or max_lag < 1:
-            raise Refused(f"every={every!r}, max_lag={max_lag!r}: both have to be positive, and every a day at most")
+        self._check_process()
+        if not _is_number(every) or not 0 < every <= LONGEST:
+            raise Refused(f"every={every!r:.100}: give a positive number of seconds between two polls, a day at most")
+        if type(max_lag) is not int or max_lag < 1:
+            raise Refused(f"max_lag={max_lag!r:.100}: give how many versions behind call for an update, 1 or more")
+        if not isinstance(branch, str):
+            raise Refused(f"branch={branch!r:.100}: name the branch to follow")
         stop = stop or threading.Event()
         failures = 0
         while not stop.is_set():
@@ -278,6 +331,13 @@ class Client:
         """
         return Watch(self, branch, on_update or Update.activate, options)
 
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise Refused(
+                f"this client belongs to process {self._process}, which forked process {os.getpid()}: make another "
+                "one here, with tensors or a directory of its own"
+            )
+
     def _holds(self) -> str | None:
         return self._target.holds if self._target is not None else None
 
@@ -289,22 +349,29 @@ class Client:
         return version_of(entry).generation - version_of(found).generation
 
     def _stage(self, update: Update) -> None:
+        self._check_process()
         assert self._target is not None
-        with self._lock, self._counted(update.timings, "build"):
-            update._staged = self._target.stage(self.repository, update._refs, update._entry, update.branch)
+        with self._lock, self._counted(update.timings, "stage", update._meter):
+            repository = self.repository._metered(update._meter)
+            update._staged = self._target.stage(repository, update._refs, update._entry, update.branch)
             update.timings.age = time.time() - update.version.time / 1e6
+            self.timings = update.timings
 
     @contextlib.contextmanager
-    def _counted(self, timings: Timings, part: str) -> Iterator[None]:
-        """Note how long something takes, and what it asks of the store."""
+    def _counted(self, timings: Timings, whole: str, meter: Meter | None = None) -> Iterator[None]:
+        """Note how long something and its parts take, and what it asks of the store."""
         stats = self.repository.stats
         requests, nbytes, began = stats.reads, stats.bytes_read, time.monotonic()
         yield
-        setattr(timings, part, getattr(timings, part) + time.monotonic() - began)
+        setattr(timings, whole, getattr(timings, whole) + time.monotonic() - began)
+        if meter is not None:
+            for part in PARTS:
+                setattr(timings, part, meter.seconds[part])
         timings.requests += stats.reads - requests
         timings.nbytes += stats.bytes_read - nbytes
 
     def _activate(self, update: Update) -> None:
+        self._check_process()
         with self._lock:
             if update._staged is None:
                 self._stage(update)
@@ -313,9 +380,10 @@ class Client:
                 raise Conflict(
                     f"the target has moved since {said(update.version)} was staged: stage it again, from where it is"
                 )
-            with self._counted(update.timings, "activate"):
+            with self._counted(update.timings, "activate", update._meter), update._meter.part("apply"):
                 staged.activate()
         with self._moved:
+            self._moves += 1
             self._moved.notify_all()
 
 
@@ -359,6 +427,10 @@ class Watch:
         else:
             self._stop.set()
             self._thread.join()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 def _target(into: Any, names: Any, component: str) -> Target | None:

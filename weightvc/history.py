@@ -1,5 +1,6 @@
 """The history of a repository: what its branches, tags and log say, and how they are changed."""
 
+import copy
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version, check_words
 from weightvc.protocol import swap
+from weightvc.protocol.meter import Meter
 from weightvc.protocol.refs import Refs, check_name, encode_tags, moved, promised, tag_page
 from weightvc.protocol.shelf import Shelf
 from weightvc.stores.base import Stats, Store
@@ -98,6 +100,12 @@ class History:
 
     def _refs(self) -> Refs:
         return Refs(self._shelf, self.refresh())
+
+    def _metered(self, meter: Meter) -> Self:
+        """This repository, for reads whose parts `meter` is to time."""
+        made = copy.copy(self)
+        made._shelf = self._shelf.metered(meter)
+        return made
 
     @property
     def default_branch(self) -> str:

@@ -373,13 +373,25 @@ def _common(tree: Tree, held: Tree | None) -> Callable[[int], bool]:
 def _of_block(
     verified: Verified, regions: Sequence[Region | None], same: Callable[[int], bool], block: tuple[int, int]
 ) -> list[Write]:
+    low, high = block
+    schema = verified.tree.schema
+    data = memoryview(verified.read(low, high))
+    with verified.meter.part("decode"):
+        return _differing_lanes(schema, regions, same, low, high, data)
+
+
+def _differing_lanes(
+    schema: Schema,
+    regions: Sequence[Region | None],
+    same: Callable[[int], bool],
+    low: int,
+    high: int,
+    data: memoryview,
+) -> list[Write]:
     import numpy
 
     import weightvc_kernels as kernels
 
-    low, high = block
-    schema = verified.tree.schema
-    data = memoryview(verified.read(low, high))
     writes, at = [], 0
     for chunk in range(low, high):
         tensor, start, stop = schema.span(chunk)

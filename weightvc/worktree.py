@@ -230,14 +230,15 @@ def load(
         def work(block: tuple[int, int]) -> int:
             low, high = block
             data = memoryview(verified.read(low, high))
-            if keep is not None:
-                keep.write(schema.position(low), data)
             at = 0
-            for chunk in range(low, high):
-                tensor, start, stop = schema.span(chunk)
-                if tensor in buffers:
-                    buffers[tensor][start:stop] = data[at : at + stop - start]
-                at += stop - start
+            with verified.meter.part("apply"):
+                if keep is not None:
+                    keep.write(schema.position(low), data)
+                for chunk in range(low, high):
+                    tensor, start, stop = schema.span(chunk)
+                    if tensor in buffers:
+                        buffers[tensor][start:stop] = data[at : at + stop - start]
+                    at += stop - start
             return at
 
         blocks = verified.blocks()

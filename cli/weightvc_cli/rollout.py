@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,6 +15,10 @@ from weightvc_cli.settings import Settings, json_option, repository_option
 
 if TYPE_CHECKING:
     from weightvc.client import Update
+
+
+SECONDS: Final = ("resolve", "fetch", "decode", "verify", "apply", "stage", "activate", "age")
+"""Timings of an update that are told."""
 
 
 @click.command()
@@ -120,10 +124,7 @@ def _report(settings: Settings, update: "Update", code: int | None) -> None:
             "run": version.run,
             "path": update.path,
             "lag": update.lag,
-            "resolve": round(timings.resolve, 6),
-            "build": round(timings.build, 6),
-            "activate": round(timings.activate, 6),
-            "age": round(timings.age, 6),
+            **{name: round(getattr(timings, name), 6) for name in SECONDS},
             "requests": timings.requests,
             "bytes": timings.nbytes,
             "exit_code": code,
@@ -132,6 +133,6 @@ def _report(settings: Settings, update: "Update", code: int | None) -> None:
         return
     what = f"step {version.step}" if version.step is not None else first_line(version.message)
     click.echo(
-        f"{version.short} {what}: {size(timings.nbytes)} in {timings.resolve + timings.build:.2f} s, "
+        f"{version.short} {what}: {size(timings.nbytes)} in {timings.resolve + timings.stage:.2f} s, "
         f"{timings.age:.2f} s after its commit, at {shown(update.path or '')}"
     )

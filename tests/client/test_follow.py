@@ -1,5 +1,6 @@
 """Following a branch, with tensors and with directories."""
 
+import asyncio
 import os
 import threading
 import time
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 import weightvc
+from tests.kit import faults
+from tests.kit.stub import Call, Status, Stub
 from weightvc.protocol import checkout
 from weightvc.repository import Repository
 from weightvc.targets import Directory, Slots
@@ -204,7 +207,12 @@ def test_bad_arguments(again: Made, tmp_path: Path) -> None:
         lambda: client.stage("main"),
         lambda: client.verify(),
         lambda: next(client.follow(every=0)),
+        lambda: next(client.follow(every="1")),  # type: ignore[arg-type]
+        lambda: next(client.follow(every=float("nan"))),
         lambda: next(client.follow(max_lag=0)),
+        lambda: next(client.follow(max_lag=None)),  # type: ignore[arg-type]
+        lambda: next(client.follow(None)),  # type: ignore[arg-type]
+        lambda: client.wait_for("main", timeout="soon"),  # type: ignore[arg-type]
         lambda: weightvc.Client(again(), into=tmp_path, names={}),
         lambda: weightvc.Client(again(), into=3),
     ):
@@ -213,3 +221,103 @@ def test_bad_arguments(again: Made, tmp_path: Path) -> None:
     with pytest.raises(weightvc.NotFound):
         weightvc.Client(again(), into=tmp_path / "x").pull("main")
     assert not (tmp_path / "x").exists()
+
+
+def test_the_parts_of_a_pull_are_told(again: Made, tmp_path: Path) -> None:
+    writer = again()
+    for step in range(2):
+        commit(writer, step)
+    for into in ({"w": np.zeros(5000, np.float32)}, tmp_path / "served", Slots(tmp_path / "slots")):
+        client = weightvc.Client(again(), into=into)
+        for ref in ("main~1", "main"):
+            timings = client.pull(ref).timings
+            parts = (timings.resolve, timings.fetch, timings.decode, timings.verify, timings.apply)
+            assert all(part > 0 for part in parts)
+            assert all(part <= timings.stage + timings.activate for part in parts[1:])
+            assert timings.age > 0
+            assert timings.nbytes > 0
+            assert client.timings is timings
+
+
+def test_a_store_that_is_away_is_waited_for(stub: Stub) -> None:
+    place = stub.place()
+    writer = weightvc.init(place.url, cache=None, **place.options)
+    client = weightvc.Client(place.url, cache=None, into={"w": np.zeros(5000, np.float32)}, **place.options)
+    version = commit(writer, 0)
+    client.pull()
+    stub.fault(Status(503), operation="GetObject", key="root", times=20)
+    assert client.wait_for(version, timeout=60)
+    stub.clear()
+    stub.fault(Status(503), operation="GetObject", key="root", times=None)
+    with pytest.raises(weightvc.Unavailable):
+        client.wait_for("main", timeout=0.1)
+    stub.clear()
+    stub.fault(Status(403, "AccessDenied"), operation="GetObject", key="root", times=None)
+    with pytest.raises(weightvc.AccessDenied):
+        client.wait_for("main", timeout=60)
+
+
+def test_who_waits_on_a_store_that_hangs_does_not_hold_up_who_moves_the_target(stub: Stub) -> None:
+    place = stub.place()
+    writer = weightvc.init(place.url, cache=None, **place.options)
+    commit(writer, 0)
+    client = weightvc.Client(place.url, cache=None, into={"w": np.zeros(5000, np.float32)}, **place.options)
+    client.pull()
+    staged = client.stage(commit(writer, 1))
+    asked, go_on = threading.Event(), threading.Event()
+    stub.fault(Call(lambda: (asked.set(), go_on.wait(60))), operation="GetObject", key="root")
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(client.wait_for("main", timeout=60)))
+    waiting.start()
+    assert asked.wait(60)
+    staged.activate()
+    go_on.set()
+    waiting.join()
+    assert found == [True]
+
+
+def test_a_forked_child_is_told_to_make_its_own(tmp_path: Path) -> None:
+    writer = weightvc.init(tmp_path / "repository", cache=None)
+    versions = [commit(writer, step) for step in range(2)]
+    client = weightvc.Client(writer.url, cache=None, into={"w": np.zeros(5000, np.float32)})
+    client.pull(versions[0])
+    staged = client.stage(versions[1])
+
+    def work() -> list[str]:
+        said = []
+        client._lock.acquire()  # as a thread might have held it, that the child has not
+        calls = (client.pull, client.current, client.verify, staged.activate, lambda: client.at_least("main"))
+        for call in (*calls, lambda: next(client.follow())):
+            with pytest.raises(weightvc.Refused) as refused:
+                call()
+            said.append(str(refused.value))
+        target = {"w": np.zeros(5000, np.float32)}
+        weightvc.Client(writer.url, cache=None, into=target).pull()
+        assert np.array_equal(target["w"], weights(1)["w"])
+        return said
+
+    result = tmp_path / "result"
+    assert faults.wait(faults.fork(work, result)) == 0
+    assert result.read_text().count("make another one here") == 6
+    staged.activate()
+    assert client.current() == versions[1]
+
+
+def test_coroutines_use_it(tmp_path: Path) -> None:
+    writer = weightvc.init(tmp_path / "repository", cache=None)
+    versions = [commit(writer, step) for step in range(4)]
+    target = {"w": np.zeros(5000, np.float32)}
+    client = weightvc.Client(writer.url, cache=None, into=target)
+
+    async def work() -> None:
+        waiting = asyncio.create_task(asyncio.to_thread(client.wait_for, versions[3], 60))
+        await asyncio.gather(*(asyncio.to_thread(client.pull, version) for version in versions[:3]))
+        held = await asyncio.to_thread(client.current)
+        assert held in versions[:3]
+        assert await asyncio.to_thread(client.verify) == []
+        update = await asyncio.to_thread(client.stage, "main")
+        await asyncio.to_thread(update.activate)
+        assert await waiting
+
+    asyncio.run(work())
+    assert np.array_equal(target["w"], weights(3)["w"])

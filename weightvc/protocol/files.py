@@ -118,8 +118,9 @@ def write(
             for tensor, at in file.places:
                 target[tensor] = (descriptor, at)
         _fill(verified, target, also, progress)
-        for descriptor in descriptors:
-            os.fsync(descriptor)
+        with verified.meter.part("apply"):
+            for descriptor in descriptors:
+                os.fsync(descriptor)
 
 
 def _fill(
@@ -133,12 +134,13 @@ def _fill(
     def work(block: tuple[int, int]) -> int:
         low, high = block
         data = memoryview(verified.read(low, high))
-        if also is not None:
-            also(schema.position(low), data)
-        # A chunk of zeros stays a hole in the file, which reads the same and takes no disk.
-        if high - low > 1 or len(data) < CHUNK or verified.tree.chunk(low) != _ZERO_CHUNK:
-            for descriptor, to, start, stop in _runs(schema, target, low, high):
-                _write_all(descriptor, data[start:stop], to)
+        with verified.meter.part("apply"):
+            if also is not None:
+                also(schema.position(low), data)
+            # A chunk of zeros stays a hole in the file, which reads the same and takes no disk.
+            if high - low > 1 or len(data) < CHUNK or verified.tree.chunk(low) != _ZERO_CHUNK:
+                for descriptor, to, start, stop in _runs(schema, target, low, high):
+                    _write_all(descriptor, data[start:stop], to)
         return len(data)
 
     done = 0

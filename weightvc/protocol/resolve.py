@@ -149,7 +149,7 @@ def opened(
     try:
         # The store twice: ranges of packs are checked only by what they give, and the first may be bad on the way.
         ways = [at_hand, from_store, from_store, *[otherwise] * OTHERS, from_newest]
-        yield made, Verified(tree, ways, f"version {made.version.short}")
+        yield made, Verified(tree, ways, f"version {made.version.short}", shelf.meter)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         spool.close()

@@ -1,9 +1,10 @@
 """The shelf: immutable objects by key, from the cache or the store, checked before anybody sees them."""
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from weightvc.cache import Cache
 from weightvc.errors import AccessDenied, Corrupt, NotFound
@@ -12,6 +13,7 @@ from weightvc.objects.catalogue import Catalogue, Entry, SegmentRef
 from weightvc.objects.root import Root
 from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
+from weightvc.protocol.meter import Meter
 from weightvc.stores.base import Store
 
 T = TypeVar("T")
@@ -32,15 +34,23 @@ class Shelf:
         self._decoded: dict[str, OrderedDict[str, Any]] = {kind: OrderedDict() for kind in KEPT}
         self._schemas: dict[str, Schema] = {}
         self._lock = threading.Lock()
+        self.meter = Meter()
+
+    def metered(self, meter: Meter) -> Self:
+        """This shelf, for a read of which `meter` is to tell how long its parts take."""
+        made = copy.copy(self)
+        made.meter = meter
+        return made
 
     def get(self, name: str, *, keep: bool = True) -> frame.Buffer:
         """An object's bytes. `keep` puts it into the cache. Raises Corrupt, or what the store raises."""
-        if self.cache is not None and (data := self.cache.get(name)) is not None:
+        with self.meter.part("fetch"):
+            if self.cache is not None and (data := self.cache.get(name)) is not None:
+                return data
+            data = self._fetch(name)
+            if self.cache is not None and keep:
+                self.cache.put(name, data)
             return data
-        data = self._fetch(name)
-        if self.cache is not None and keep:
-            self.cache.put(name, data)
-        return data
 
     def _fetch(self, name: str) -> frame.Buffer:
         # Bytes may be bad on the way as well as at rest: only a second bad copy is called corrupt.
@@ -48,7 +58,8 @@ class Shelf:
             got = self.store.get(name)
             assert got is not None
             try:
-                key.check(name, got.data)
+                with self.meter.part("verify"):
+                    key.check(name, got.data)
             except Corrupt:
                 if last:
                     raise
@@ -71,7 +82,9 @@ class Shelf:
                 held.move_to_end(name)
                 found: T = held[name]
                 return found
-        made = read(self.get(key.checked(name, kind)), name)
+        data = self.get(key.checked(name, kind))
+        with self.meter.part("decode"):
+            made = read(data, name)
         with self._lock:
             self._remember(kind, name, made)
         return made

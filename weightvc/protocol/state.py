@@ -19,6 +19,7 @@ from weightvc.objects import dtypes, frame, manifest
 from weightvc.objects.manifest import CONTEXT, REF, RICE, SAME, Stream
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
+from weightvc.protocol.meter import Meter
 from weightvc.protocol.shelf import MISSING, Shelf
 from weightvc.protocol.spool import Reader, Spool
 from weightvc.sources.base import ReadsRuns, Source
@@ -116,7 +117,8 @@ def _range(shelf: Shelf, stream: Stream, block: int) -> Buffer:
     name = stream.packs[pack][0]
     if shelf.cache is not None and (held := shelf.cache.get(name)) is not None:
         return memoryview(held)[at : at + size]
-    got = shelf.store.get(name, start=at, length=size)
+    with shelf.meter.part("fetch"):
+        got = shelf.store.get(name, start=at, length=size)
     if got is None or len(got.data) != size:
         raise Corrupt(f"{name} is corrupt: it ends before its blocks do")
     return got.data
@@ -158,7 +160,9 @@ class BasePayloads:
             self._packs.move_to_end(pack)
             while len(self._packs) > PACKS_HELD:
                 self._packs.popitem(last=False)
-        return memoryview(future.result())[at : at + stop - start]
+        with self._shelf.meter.part("fetch"):
+            data = future.result()
+        return memoryview(data)[at : at + stop - start]
 
     def _ask(self, pack: int) -> Future[Buffer]:
         if pack not in self._packs:
@@ -186,7 +190,7 @@ class PatchPayloads:
         if start == stop or not self._whole:
             return _range(self._shelf, stream, block)
         pack, at = stream.pack_of(block)
-        with self._lock:
+        with self._shelf.meter.part("fetch"), self._lock:
             read = self._packs.get(pack)
             if read is None:
                 read = self._packs[pack] = self._spool.keep(_pack(self._shelf, stream, pack))
@@ -377,8 +381,11 @@ class Chain:
 class Verified:
     """Reads a tree from the first of several states that gives the right bytes; the others are made on demand."""
 
-    def __init__(self, tree: Tree, ways: Sequence[Callable[[], State | None]], what: str) -> None:
+    def __init__(
+        self, tree: Tree, ways: Sequence[Callable[[], State | None]], what: str, meter: Meter | None = None
+    ) -> None:
         self.tree = tree
+        self.meter = meter or Meter()
         self._ways = list(ways)
         self._what = what
         self._state: State | None = None
@@ -391,8 +398,10 @@ class Verified:
         while True:
             state = self._current()
             try:
-                data = state.read(low, high)
-                self._check(data, low, high)
+                with self.meter.part("decode"):
+                    data = state.read(low, high)
+                with self.meter.part("verify"):
+                    self._check(data, low, high)
                 return data
             except (Corrupt, *MISSING) as error:
                 self._next(state, error)
