@@ -4,7 +4,8 @@
     DIR/trees/DIGEST          a tree's canonical stream, whole
 
 It is only ever an optimisation. Everything read from it is checked against a digest by whoever uses it, a bad
-entry is thrown away, and a full or read-only disk turns it off without an error.
+entry is thrown away, and a full or read-only disk turns it off without an error. No file is locked, so that it works
+where locks do not.
 """
 
 import contextlib
@@ -12,10 +13,11 @@ import os
 import random
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from weightvc import claims
 from weightvc.errors import Corrupt
 from weightvc.objects import expect, frame, key
 from weightvc.objects.schema import Schema
@@ -23,7 +25,9 @@ from weightvc.objects.schema import Schema
 TREES: Final = 8
 """Trees kept at most: the baseline of the next commit, and a few to go back to."""
 OBJECTS: Final = 2 << 30
-"""Bytes of objects kept, about."""
+"""Bytes of objects kept, about; a quarter of the limit if that is less."""
+LEAST: Final = 1 << 20
+"""The smallest limit, in bytes."""
 _HOLE: Final = 1 << 20
 
 
@@ -35,10 +39,25 @@ def default_directory() -> Path:
 class Cache:
     """A directory that any number of processes may share: entries appear by rename and never change."""
 
-    def __init__(self, directory: str | os.PathLike[str], *, trees: int = TREES, limit: int = OBJECTS) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        trees: int = TREES,
+        objects: int = OBJECTS,
+        limit: int | None = None,
+    ) -> None:
+        """`limit` is how many bytes it takes at most, about; half of the disk that it lies on unless given."""
         self.directory = Path(directory)
+        self.limit = limit
         self._trees = trees
-        self._limit = limit
+        self._objects = objects
+
+    def _bounds(self) -> tuple[int, int]:
+        """Bytes of objects, and of trees."""
+        limit = _half_of_disk(self.directory) if self.limit is None else self.limit
+        objects = min(self._objects, limit // 4)
+        return objects, limit - objects
 
     def get(self, name: str) -> frame.Buffer | None:
         """The object stored under a key, checked, or None. Raises Corrupt for what is no key.
@@ -60,17 +79,32 @@ class Cache:
             os.utime(path)
         return data
 
+    def fetched(self, name: str, fetch: Callable[[], frame.Buffer]) -> frame.Buffer:
+        """The object under a key, checked: from here, or else by `fetch`, which one process of this host calls for
+        all. Raises Corrupt for what is no key, and what `fetch` raises."""
+        path = self._object(name)
+
+        def work() -> frame.Buffer:
+            data = fetch()
+            self.put(name, data)
+            return data
+
+        return claims.once(path.with_name(f".claim-{path.name}"), lambda: self.get(name), work)
+
     def put(self, name: str, data: frame.Buffer) -> None:
         """Keep an object. Raises Corrupt for what is no key."""
         path = self._object(name)
+        bound, _ = self._bounds()
+        if len(data) > bound:
+            return
         with contextlib.suppress(OSError), self._temporary(path) as temporary:
             with temporary.open("wb") as file:
                 file.write(data)
             temporary.rename(path)
-        # A sweep of the directory costs more than a write, so one comes by chance, once in limit / 8 bytes written
-        # by whatever processes: most of them are too short-lived to write so much.
-        if random.random() * (self._limit // 8) < len(data):
-            self._sweep("objects", self._limit, None)
+        # A sweep of the directory costs more than a write, so one comes by chance, once in bound / 8 bytes written
+        # by whatever processes: most of them are too short-lived to write so much. It makes room for twice that.
+        if random.random() * (bound // 8) < len(data):
+            self._sweep("objects", bound * 3 // 4)
 
     def discard(self, name: str) -> None:
         """Forget an object that turned out to be bad. Raises Corrupt for what is no key."""
@@ -103,7 +137,12 @@ class Cache:
         return Flat(descriptor, path)
 
     def write_tree(self, schema: Schema) -> "TreeWriter | None":
-        """Begin to keep a tree; None where the disk does not let us."""
+        """Begin to keep a tree; None where the disk or the limit does not let us."""
+        _, bound = self._bounds()
+        if schema.nbytes > bound:
+            return None
+        # The newest one stays: it may be what this one is made from, and this one may come to nothing.
+        self._sweep("trees", bound - schema.nbytes, self._trees, least=1)
         try:
             return TreeWriter(self, schema.nbytes)
         except OSError:
@@ -134,7 +173,8 @@ class Cache:
         with contextlib.suppress(OSError):
             path.unlink()
 
-    def _sweep(self, what: str, limit: int | None, count: int | None) -> None:
+    def _sweep(self, what: str, limit: int, count: int | None = None, *, least: int = 0) -> None:
+        """Remove the entries that were used longest ago, until at most `limit` bytes and `count` of them are left."""
         found = []
         for parent, _, names in os.walk(self.directory / what):
             for name in names:
@@ -144,8 +184,16 @@ class Cache:
         size = 0
         for i, (_, nbytes, path) in enumerate(sorted(found, reverse=True)):
             size += nbytes
-            if (limit is not None and size > limit) or (count is not None and i >= count):
+            if i >= least and (size > limit or (count is not None and i >= count)):
                 self._discard(path)
+
+
+def _half_of_disk(directory: Path) -> int:
+    for place in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            status = os.statvfs(place)
+            return status.f_frsize * status.f_blocks // 2
+    return 0
 
 
 def _open(path: Path) -> int:
@@ -220,7 +268,7 @@ class TreeWriter:
         self._descriptor = -1
         with contextlib.suppress(OSError):
             self._path.rename(path)
-        self._cache._sweep("trees", None, self._cache._trees)
+        self._cache._sweep("trees", self._cache._bounds()[1], self._cache._trees)
 
     def drop(self) -> None:
         """Throw away what was written."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from weightvc.cache import Cache, default_directory
+from weightvc.cache import LEAST, Cache, default_directory
 from weightvc.errors import (
     BranchMoved,
     Expired,
@@ -76,9 +76,10 @@ def init(
 def open(url: str | os.PathLike[str], *, lazy: bool = False, **options: Any) -> "Repository":
     """Open the repository at a path or URL.
 
-    Options: `cache` is a directory, True for the usual one (~/.cache/weightvc), or None for none; `author` goes
-    into versions (user@host unless given); `progress(done, total)` is called with bytes while a commit or checkout
-    runs; the rest goes to the store (for S3: endpoint_url, region, access_key, secret_key, session_token, profile).
+    Options: `cache` is a directory, True for the usual one (~/.cache/weightvc), or None for none; `cache_limit` is
+    how many bytes it may take, about (half of the disk that it lies on unless given); `author` goes into versions
+    (user@host unless given); `progress(done, total)` is called with bytes while a commit or checkout runs; the rest
+    goes to the store (for S3: endpoint_url, region, access_key, secret_key, session_token, profile).
     Raises KeyNotFound if there is no repository, Corrupt if its root is damaged; with `lazy` nothing is read yet,
     and the first operation raises that, which saves one request.
     """
@@ -117,6 +118,7 @@ def _connect(
     url: str | os.PathLike[str],
     *,
     cache: str | os.PathLike[str] | bool | None = True,
+    cache_limit: int | None = None,
     author: str | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -124,7 +126,9 @@ def _connect(
     from weightvc.stores import open_store
 
     directory = default_directory() if cache is True else cache
-    held = Cache(directory) if isinstance(directory, str | os.PathLike) else None
+    if cache_limit is not None and (type(cache_limit) is not int or cache_limit < LEAST):
+        raise Refused(f"cache_limit={cache_limit!r:.100}: give bytes, {LEAST} at least; cache=None is for no cache")
+    held = Cache(directory, limit=cache_limit) if isinstance(directory, str | os.PathLike) else None
     return Repository(open_store(os.fspath(url), **options), held, author=author, progress=progress)
 
 

@@ -15,8 +15,9 @@ from weightvc.errors import Conflict, Corrupt, Refused
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version
-from weightvc.protocol.checkout import clear, local_errors, read_marker, some, sync_directory
+from weightvc.protocol.checkout import local_errors, read_marker, some, sync_directory
 from weightvc.protocol.refs import Refs
+from weightvc.protocol.workspace import clear, recover
 from weightvc.sources.paths import MARKER
 
 if TYPE_CHECKING:
@@ -69,12 +70,13 @@ class Directory(Target):
     @property
     def holds(self) -> str | None:
         """What its marker says."""
+        recover(self.path)
         marker = read_marker(self.path) if self.path.is_dir() else None
         return marker.version if marker is not None else None
 
     def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
         """Build the version beside it, under a hidden name."""
-        made = version_of(entry)
+        made, start = version_of(entry), self.holds
         beside = self.path.with_name(f".{self.path.name}.next")
         _build(repository, refs, entry, branch, beside, self.path)
 
@@ -84,7 +86,7 @@ class Directory(Target):
             _check_staged(beside, made)
             worktree.replace(self.path, beside)
 
-        return Staged(self.holds, activate, path=self.path)
+        return Staged(start, activate, path=self.path)
 
     def verify(self, repository: "Repository", ident: str) -> list[str]:
         """Read all of it; tensors and files that differ."""

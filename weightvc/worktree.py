@@ -26,6 +26,7 @@ from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.state import Lying, read_chunks
 from weightvc.protocol.stored import VersionSource
+from weightvc.protocol.workspace import recover
 from weightvc.sources.base import Source
 from weightvc.sources.paths import MARKER
 
@@ -89,7 +90,8 @@ def checkout(
 def replace(target: Path, beside: Path) -> None:
     """Put a directory that was checked out under another name, on the same file system, in the target's place.
 
-    Raises Refused for files of the target that no checkout put there, AccessDenied, Unavailable.
+    Raises Refused for files of the target that no checkout put there, AccessDenied, Unavailable. The target is then
+    as it was; what lay beside it may be gone.
     """
     marker = read_marker(beside)
     if marker is None:
@@ -101,10 +103,12 @@ def replace(target: Path, beside: Path) -> None:
             (new / path).parent.mkdir(parents=True, exist_ok=True)
             os.rename(beside / path, new / path)
 
-    swapping.Directory(target, force=False, replace=True).put(
-        plan, fill, Marker(marker.repository, marker.version, marker.branch, {})
-    )
-    shutil.rmtree(beside, ignore_errors=True)
+    place = swapping.Directory(target, force=False, replace=True)
+    try:
+        place.put(plan, fill, Marker(marker.repository, marker.version, marker.branch, {}))
+    finally:
+        # Its files have been moved, perhaps not all of them: what is left of it must not pass for the version.
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_unchanged(shelf: Shelf, refs: Refs, place: swapping.Directory) -> None:
@@ -307,6 +311,7 @@ def verify(
     shelf: Shelf, refs: Refs, target: Path, ref: str | Version | None, *, progress: Progress | None = None
 ) -> Verification:
     """Compare a directory or a file with a version, reading every byte of it."""
+    recover(target)
     marker = read_marker(target) if target.is_dir() else None
     if not target.exists():
         raise NotFound(f"{target} does not exist")
@@ -440,6 +445,7 @@ class Status:
 
 def status(shelf: Shelf, refs: Refs, target: Path) -> Status:
     """Compare a directory with its marker: sizes, times and inodes first, content where those differ."""
+    recover(target)
     if not target.exists():
         raise NotFound(f"{target} does not exist")
     marker = read_marker(target)

@@ -4,6 +4,7 @@ Only here is the environment read; the library never does.
 """
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,23 @@ PLACE: Final = ".weightvc"
 """A directory of this name is a repository; a file of this name says where a checkout came from."""
 
 
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes such as 500M, 40GB or 2T; a bare number is bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([0-9]{1,15})([KMGT]?)B?", value.strip().upper())
+        if match is None:
+            self.fail(f"{value!r} is no size: write 500M, 40G or a number of bytes", param, ctx)
+        return int(match[1]) * _UNITS[match[2]]
+
+
 class Settings:
     """The options that stand before or after the command's name."""
 
@@ -33,6 +51,7 @@ class Settings:
         self.region: str | None = None
         self.profile: str | None = None
         self.no_cache = False
+        self.cache_limit: int | None = None
         self.json = False
         self.stats = False
         self.opened = ""
@@ -43,7 +62,14 @@ class Settings:
         cache: str | bool | None = os.environ.get("WEIGHTVC_CACHE", True)
         if self.no_cache or cache in ("", "none"):
             cache = None
-        out: dict[str, Any] = {"cache": cache, "author": os.environ.get("WEIGHTVC_AUTHOR") or None}
+        limit = self.cache_limit
+        if limit is None and (told := os.environ.get("WEIGHTVC_CACHE_LIMIT")):
+            limit = Size().convert(told, None, None)
+        out: dict[str, Any] = {
+            "cache": cache,
+            "cache_limit": limit,
+            "author": os.environ.get("WEIGHTVC_AUTHOR") or None,
+        }
         for name in ("endpoint_url", "region", "profile"):
             if (value := getattr(self, name)) is not None:
                 out[name] = value
@@ -61,6 +87,10 @@ class Settings:
         named = self.named()
         if named is not None:
             return named
+        if near is not None:
+            from weightvc.protocol.workspace import recover
+
+            recover(Path(os.path.realpath(near)))
         for start in ([near] if near is not None else []) + ["."]:
             found = _upwards(start)
             if found is not None:
@@ -186,6 +216,14 @@ def repository_option(command: F) -> F:
         ("--endpoint-url", "URL", "S3 server."),
     ):
         command = click.option(name, metavar=value, callback=set_value, expose_value=False, help=text)(command)
+    command = click.option(
+        "--cache-limit",
+        type=Size(),
+        metavar="SIZE",
+        callback=set_value,
+        expose_value=False,
+        help="Bytes that the cache may take (40G).",
+    )(command)
     command = click.option(
         "--no-cache", is_flag=True, callback=set_value, expose_value=False, help="Neither read nor write the cache."
     )(command)

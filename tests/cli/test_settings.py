@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 
+import click
 import pytest
 
 from tests.cli.conftest import Shell
@@ -75,3 +76,15 @@ def test_numbers_are_short() -> None:
     assert [percent(p) for p in (0, 0.00929, 1)] == ["0.000 %", "0.929 %", "100.000 %"]
     assert [times(r) for r in (1.52, 9.94, 176.4)] == ["1.5x", "9.9x", "176x"]
     assert shown("a\x1b\té\n") == "a\\x1b\\té\\n"
+
+
+def test_a_size_is_bytes_or_has_a_unit(shell: Shell, history: dict[str, str]) -> None:
+    sizes = {"2000000": 2 * 10**6, "500M": 5 * 10**8, "40g": 4 * 10**10, "1TB": 10**12}
+    assert {text: settings.Size().convert(text, None, None) for text in sizes} == sizes
+    for bad in ("", "G", "1.5G", "-1", "1X"):
+        with pytest.raises(click.BadParameter, match="write 500M"):
+            settings.Size().convert(bad, None, None)
+    shell.run("checkout", "main", "out", "--cache-limit", "50M")
+    assert "no size" in shell.fails(2, "checkout", "main", "out", "--cache-limit", "much")
+    shell.env["WEIGHTVC_CACHE_LIMIT"] = "1K"
+    assert "cache_limit=1000" in shell.fails(8, "checkout", "main", "out")

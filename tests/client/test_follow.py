@@ -13,7 +13,7 @@ import pytest
 import weightvc
 from tests.kit import faults
 from tests.kit.stub import Call, Status, Stub
-from weightvc.protocol import checkout
+from weightvc.protocol import workspace
 from weightvc.repository import Repository
 from weightvc.targets import Directory, Slots
 
@@ -163,10 +163,10 @@ def test_slots_that_killed_processes_left_half_built_go(again: Made, tmp_path: P
     slots = Slots(tmp_path / "served")
     client = weightvc.Client(again(), into=slots)
     client.pull(versions[0])
-    dead = slots.path / f"{checkout._prefix(slots.path / versions[1].short)}0"
+    dead = slots.path / f"{workspace.prefix(slots.path / versions[1].short)}0"
     (dead / "new").mkdir(parents=True)
     (dead / "new" / "model.safetensors").write_bytes(b"half")
-    with checkout._Workspace(slots.path / ("0" * 12)) as living:
+    with workspace.Workspace(slots.path / ("0" * 12)) as living:
         client.pull(commit(writer, 2))
         assert living.new.is_dir()
     assert not any(".weightvc-" in path.name for path in slots.path.iterdir())

@@ -8,6 +8,7 @@ In forked() a child really dies by SIGKILL; count_file_operations() makes it die
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -172,9 +173,15 @@ def wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def die_at_file_operation(number: int) -> list[str]:
-    """From here on, SIGKILL before the `number`-th operation that changes files (counted from 0).
+def full_disk() -> NoReturn:
+    """Fail as a file operation does that finds no space."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+
+def die_at_file_operation(number: int, fault: Callable[[], NoReturn] = die) -> list[str]:
+    """From here on, SIGKILL (or another `fault`) before the `number`-th operation that changes files, counted from 0.
+
+    With full_disk(), all that need space fail from there on, and those that make some do not.
     For forked children only: the functions stay replaced. Returns the list that the operations are noted in.
     """
     from weightvc.protocol import checkout
@@ -186,15 +193,16 @@ def die_at_file_operation(number: int) -> list[str]:
         def run(*arguments: Any, **options: Any) -> Any:
             if name != "open" or arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 with lock:
-                    if len(seen) == number:
-                        die()
+                    if len(seen) == number or (fault is full_disk and len(seen) > number):
+                        fault()
                     seen.append(f"{name} {str(arguments[0])[-60:]}")
             return call(*arguments, **options)
 
         return run
 
-    for name in ("open", "write", "pwrite", "replace", "rename", "fsync", "mkdir", "unlink", "rmdir", "link",
-                 "truncate", "ftruncate", "chmod"):  # fmt: skip
+    filling = ("open", "write", "pwrite", "rename", "fsync", "mkdir", "link", "symlink", "truncate", "ftruncate")
+    for name in filling if fault is full_disk else (*filling, "replace", "unlink", "rmdir", "chmod"):
         setattr(os, name, watched(name, getattr(os, name)))
-    checkout._rename_exchange = watched("exchange", checkout._rename_exchange)
+    if fault is not full_disk:
+        checkout._rename_exchange = watched("exchange", checkout._rename_exchange)
     return seen

@@ -2,6 +2,9 @@
 
 import os
 import secrets
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy
@@ -9,7 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import weightvc
+from tests.kit import faults
 from tests.kit.forge import Forge
+from weightvc import claims
 from weightvc.cache import Cache
 from weightvc.errors import Corrupt
 from weightvc.objects import frame
@@ -117,9 +122,172 @@ def test_many_short_processes_keep_the_cache_small(tmp_path: Path) -> None:
     limit = 64 << 10
     for i in range(1500):
         # Each writes a tenth of what a process would have to write for a sweep of its own.
-        Cache(tmp_path, limit=limit).put(key_of(data := i.to_bytes(800, "big")), data)
+        Cache(tmp_path, objects=limit).put(key_of(data := i.to_bytes(800, "big")), data)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    assert size < 8 * limit
+    assert size < 4 * limit
+
+
+def keep(cache: Cache, digest: str, nbytes: int) -> None:
+    writer = cache.write_tree(schema_of(nbytes))
+    assert writer is not None
+    writer.write(0, b"x" * nbytes)
+    writer.commit(digest)
+
+
+def test_trees_and_objects_stay_within_the_limit_and_the_newest_are_kept(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, limit=100_000)
+    for i in range(40):
+        cache.put(key_of(data := i.to_bytes(5000, "big")), data)
+        keep(cache, f"{i:064x}", 20_000)
+        os.utime(tmp_path / "trees" / f"{i:064x}", (i, i))
+        size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        assert size <= 100_000
+        assert cache.has_tree(f"{i:064x}")
+    assert cache.trees() == {f"{i:064x}" for i in (37, 38, 39)}
+    # One that cannot be held drives nothing out, and what is being written spares the newest one.
+    assert cache.write_tree(schema_of(75_001)) is None
+    assert len(cache.trees()) == 3
+    large = cache.write_tree(schema_of(75_000))
+    assert large is not None
+    assert cache.trees() == {f"{39:064x}"}
+    large.drop()
+    assert cache.trees() == {f"{39:064x}"}
+    cache.put(name := key_of(data := bytes(25_001)), data)
+    assert cache.get(name) is None
+
+
+def test_a_limit_is_told_when_a_repository_is_opened(tmp_path: Path) -> None:
+    for bad in (0, -1, 1.5, "10G", True):
+        with pytest.raises(weightvc.Refused, match="cache_limit"):
+            weightvc.open(tmp_path / "repository", lazy=True, cache=tmp_path / "cache", cache_limit=bad)
+    weights = {"w": numpy.frombuffer(os.urandom(1 << 20), numpy.uint8)}
+    writer = weightvc.init(tmp_path / "repository", cache=tmp_path / "cache", cache_limit=1 << 20)
+    for step in range(3):
+        writer.commit({"w": weights["w"] + numpy.uint8(step)})
+        assert numpy.array_equal(writer.load(framework="numpy")["w"], weights["w"] + numpy.uint8(step))
+    size = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert size <= 1 << 20
+
+
+def test_one_of_many_fetches(cache: Cache) -> None:
+    name, count = key_of(DATA), []
+    go_on = threading.Event()
+
+    def fetch() -> bytes:
+        count.append(1)
+        assert go_on.wait(30)
+        return DATA
+
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(cache.fetched(name, fetch))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert found == [DATA] * 8
+    assert len(count) == 1
+    assert [path.name for path in (cache.directory / "objects" / "file").iterdir()] == [name.partition("/")[2]]
+
+
+def test_a_fetch_that_fails_lets_the_next_one_try(cache: Cache) -> None:
+    name, begun, fail = key_of(DATA), threading.Event(), threading.Event()
+
+    def failing() -> bytes:
+        begun.set()
+        assert fail.wait(30)
+        raise weightvc.Unavailable("the network is away")
+
+    def first() -> None:
+        with pytest.raises(weightvc.Unavailable):
+            cache.fetched(name, failing)
+
+    owner = threading.Thread(target=first)
+    owner.start()
+    assert begun.wait(30)
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.append(cache.fetched(name, lambda: DATA)))
+    waiting.start()
+    fail.set()
+    owner.join()
+    waiting.join()
+    assert found == [DATA]
+
+
+def test_who_was_killed_or_stopped_while_it_fetched_is_not_waited_for(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "STALE", 0.2)
+    for ends in (signal.SIGKILL, signal.SIGSTOP):
+        data = os.urandom(100)
+        name = key_of(data)
+
+        def work(ends: int = ends, data: bytes = data, name: str = name) -> str:
+            def fetch() -> bytes:
+                os.kill(os.getpid(), ends)
+                return data
+
+            return bytes(cache.fetched(name, fetch)).hex()
+
+        child = faults.fork(work, tmp_path / "result")
+        claim = cache.directory / "objects" / name.replace("/", "/.claim-")
+        end = time.monotonic() + 30
+        while not claim.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        if ends == signal.SIGSTOP:
+            os.waitpid(child, os.WUNTRACED)
+        assert cache.fetched(name, lambda data=data: data) == data
+        assert not claim.exists()
+        if ends == signal.SIGSTOP:
+            os.kill(child, signal.SIGCONT)
+        assert faults.wait(child) == (0 if ends == signal.SIGSTOP else -9)
+        assert cache.get(name) == data
+
+
+def test_who_lives_and_has_nothing_is_not_waited_for_for_ever(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "PULSE", 0.02)
+    monkeypatch.setattr(claims, "STALE", 20.0)
+    monkeypatch.setattr(claims, "PATIENCE", 0.3)
+    name, begun, end = key_of(DATA), threading.Event(), threading.Event()
+
+    def slow() -> bytes:
+        begun.set()
+        assert end.wait(60)
+        return DATA
+
+    owner = threading.Thread(target=cache.fetched, args=(name, slow))
+    owner.start()
+    assert begun.wait(30)
+    assert cache.fetched(name, lambda: DATA) == DATA
+    assert owner.is_alive()
+    end.set()
+    owner.join()
+    assert cache.get(name) == DATA
+
+
+def test_a_claim_that_is_touched_stands(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "PULSE", 0.02)
+    monkeypatch.setattr(claims, "STALE", 1.0)
+    name, begun, taken = key_of(DATA), threading.Event(), threading.Event()
+
+    def slow() -> bytes:
+        begun.set()
+        taken.wait(2.5)  # longer than an untouched claim would stand
+        return DATA
+
+    owner = threading.Thread(target=cache.fetched, args=(name, slow))
+    owner.start()
+    assert begun.wait(30)
+    assert cache.fetched(name, lambda: taken.set() or b"") == DATA
+    assert not taken.is_set()
+    owner.join()
+
+
+def test_a_place_that_cannot_be_written_only_costs_fetches(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file is in the way")
+    cache = Cache(tmp_path / "cache")
+    assert [cache.fetched(key_of(DATA), lambda: DATA) for _ in range(2)] == [DATA, DATA]
 
 
 def test_a_hostile_manifest_cannot_name_local_files(tmp_path: Path, victim: Path) -> None:

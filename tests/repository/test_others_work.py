@@ -1,5 +1,6 @@
 """What else lies in a target, or changes there while a checkout runs, is somebody's work and is not lost."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import pytest
 import weightvc
 from tests.kit.weights import Bits, file_bytes, files_below, flipped, held, lying, tensor
 from weightvc.errors import BadFile, BadName, Refused, Unavailable
-from weightvc.protocol import checkout
+from weightvc.protocol import checkout, workspace
 
 OLD = {("", name): tensor("BF16", (50,), i) for i, name in enumerate("abcd")}
 NEW = {key: flipped(value, 0.5, 1) for key, value in OLD.items()}
@@ -252,6 +253,68 @@ weightvc.open(sys.argv[1], cache=None).checkout("main", sys.argv[2])
 """
 
 
+def killed_in_hand(tmp_path):
+    """A target whose checkout was killed after the first of two renames, and its repository."""
+    import subprocess
+    import sys
+
+    repository = weightvc.init(tmp_path / "repository", cache=None)
+    for weights in (OLD, NEW):
+        repository.commit(Bits(weights))
+    target = tmp_path / "here" / "out"
+    repository.checkout("main~1", target)
+    done = subprocess.run([sys.executable, "-c", KILLED, repository.url, target, "2"])
+    assert done.returncode == -9
+    assert not target.exists()
+    return repository, target
+
+
+@pytest.mark.parametrize("look", ["status", "verify", "client", "command"])
+def test_who_looks_first_puts_it_back_and_says_so(tmp_path, caplog, look):
+    repository, target = killed_in_hand(tmp_path)
+    if look == "status":
+        assert repository.status(target).changed == []
+    elif look == "verify":
+        assert repository.verify(target).ok
+    elif look == "client":
+        assert weightvc.Client(repository, into=target).current() == repository.resolve("main~1")
+    else:
+        from weightvc_cli.settings import Settings
+
+        assert Settings().find(str(target)) == repository.url
+    assert "was put back" in caplog.text
+    assert lying(target) == OLD
+    assert beside(target) == []
+
+
+@pytest.mark.parametrize("locks", ["no-op", "ENOLCK"])
+def test_without_locks_time_tells_who_is_gone(repository, tmp_path, monkeypatch, locks):
+    def flock(file, how):
+        if locks == "ENOLCK":
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(workspace.fcntl, "flock", flock)
+    target = tmp_path / "out"
+    repository.checkout("main~1", target)
+    with workspace.Workspace(target) as living:
+        (living.new / "model.safetensors").write_bytes(b"half")
+        repository.checkout("main", target)
+        assert (living.new / "model.safetensors").exists()
+        for path in (living.new / "model.safetensors", living.new, living.path / "lock", living.path):
+            os.utime(path, (0, 0))
+        repository.checkout("main~1", target)
+        assert not living.path.exists()
+    # With the old target in hand, it is not waited for that long.
+    with workspace.Workspace(target) as dead:
+        target.rename(dead.old)
+        workspace.recover(target)
+        assert not target.exists()
+        monkeypatch.setattr(workspace, "IN_HAND", 0.0)
+        workspace.recover(target)
+    assert lying(target) == OLD
+    assert beside(target) == []
+
+
 @pytest.mark.parametrize("call", [1, 2])
 def test_killed_with_the_old_directory_in_hand(tmp_path, call):
     """The next checkout puts it back first, and clears up."""
@@ -297,12 +360,12 @@ def test_a_running_checkout_is_not_cleared_away(repository, tmp_path):
 
 def test_a_workspace_is_taken_by_one(tmp_path):
     target = tmp_path / "out"
-    with checkout._Workspace(target) as work:
-        assert checkout._lock(work.path) is None
+    with workspace.Workspace(target) as work:
+        assert workspace._lock(work.path) is None
         checkout.clear(target)
         assert work.new.is_dir()
     assert not work.path.exists()
-    assert checkout._lock(work.path) is None
+    assert workspace._lock(work.path) is None
 
 
 def test_the_working_directory_is_not_replaced(repository, tmp_path, monkeypatch):

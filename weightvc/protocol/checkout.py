@@ -7,11 +7,9 @@ for before anything is fetched, before the swap, and once more in what was swapp
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from weightvc.errors import AccessDenied, BadFile, Refused, Unavailable, WeightvcError
-from weightvc.objects import frame
 from weightvc.protocol.files import File
+from weightvc.protocol.workspace import Workspace, clear
 from weightvc.sources.paths import MARKER
 
 _MARKER_LIMIT: Final = 256 << 20
@@ -224,7 +222,7 @@ class Directory:
         self._check_ways({file.path for file in plan})
         with local_errors(self.target):
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            with _Workspace(self.target) as work:
+            with Workspace(self.target) as work:
                 fill(work.new)
                 carried = self._carry(work.new)
                 self._keep_modes(work.new, plan)
@@ -273,7 +271,7 @@ class Directory:
                 if stat.S_ISREG(old.st_mode):
                     os.chmod(new / file.path, old.st_mode & 0o7777)
 
-    def _swap(self, work: "_Workspace", carried: Mapping[str, tuple[bool, Stat]]) -> None:
+    def _swap(self, work: "Workspace", carried: Mapping[str, tuple[bool, Stat]]) -> None:
         target, new = self.target, work.new
         self._look(target, new, carried)
         if not os.path.lexists(target) or not any(target.iterdir()):
@@ -327,7 +325,7 @@ class Directory:
                 "they are as they were: run it again"
             )
 
-    def _stuck(self, work: "_Workspace") -> Unavailable:
+    def _stuck(self, work: "Workspace") -> Unavailable:
         # Under another name, so that no checkout clears it away.
         kept = work.path.with_name(work.path.name.removeprefix("."))
         os.rename(work.path, kept)
@@ -360,7 +358,7 @@ class OneFile:
         with local_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             clear(target)
-            with _Workspace(target) as work:
+            with Workspace(target) as work:
                 fill(work.new)
                 new = work.new / file.path
                 if self._replace:
@@ -382,95 +380,6 @@ class OneFile:
             if os.path.lexists(self.target):
                 raise self._exists() from None
             os.rename(new, self.target)
-
-
-class _Workspace:
-    """A directory beside the target to build in. Its process holds its lock: where the lock can be taken, the process
-    is gone, on whatever host or in whatever container it ran."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-        lock = None
-        while lock is None:
-            self.path = target.parent / f"{_prefix(target)}{secrets.token_hex(6)}"
-            self.path.mkdir(mode=0o700)
-            try:
-                lock = _lock(self.path)
-            except BaseException:
-                _remove(self.path)
-                raise
-        self._held = lock
-        self.new = self.path / "new"
-        self.old = self.path / "old"
-
-    def __enter__(self) -> "_Workspace":
-        try:
-            self.new.mkdir()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if os.path.lexists(self._target) or not self.old.exists():
-                _remove(self.path)
-        finally:
-            os.close(self._held)
-
-
-def _prefix(target: Path) -> str:
-    """How the names of all workspaces of a target begin. A name may have 255 bytes, and the target's own so many."""
-    name = os.fsencode(target.name)
-    return f".{os.fsdecode(name[:80])}.weightvc-{frame.digest(name).hex()[:16]}-"
-
-
-def _lock(workspace: Path) -> int | None:
-    """Take a workspace's lock: a descriptor, or None if somebody has it or the workspace is gone."""
-    path = workspace / "lock"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever clears it away may have removed the file between the two calls.
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
-
-
-def clear(target: Path) -> None:
-    """Remove what killed checkouts into `target` left, and put the target back if one was killed with it in hand."""
-    prefix = _prefix(target)
-    for name in os.listdir(target.parent):
-        if not name.startswith(prefix):
-            continue
-        path = target.parent / name
-        with contextlib.suppress(OSError):
-            lock = _lock(path)
-            if lock is None:
-                continue
-            try:
-                if (path / "old").is_dir() and not os.path.lexists(target):
-                    os.rename(path / "old", target)
-                _remove(path)
-            finally:
-                os.close(lock)
-
-
-def _remove(workspace: Path) -> None:
-    for directory in (workspace / "new", workspace / "old"):
-        with contextlib.suppress(OSError):
-            # It has the target's mode, which may not allow it.
-            os.chmod(directory, 0o700)
-    shutil.rmtree(workspace, ignore_errors=True)
 
 
 def _carried(old: Path, new: Path) -> tuple[bool, Stat]:

@@ -130,7 +130,7 @@ class Compaction:
         # Trees of its own beside the cache's, so that those of a trainer on this host are not driven out.
         scratch = None
         if shelf.cache is not None:
-            scratch = Cache(shelf.cache.directory / "compaction", trees=TREES)
+            scratch = Cache(shelf.cache.directory / "compaction", trees=TREES, limit=shelf.cache.limit)
         self._scratch = Shelf(shelf.store, scratch)
         self._policy = policy
         self._report = report

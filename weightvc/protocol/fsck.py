@@ -161,7 +161,7 @@ def _scratch(shelf: Shelf) -> Iterator[Cache]:
         except OSError:
             where = None
     with tempfile.TemporaryDirectory(prefix=".fsck-", dir=where) as directory:
-        yield Cache(Path(directory), trees=TREES, limit=OBJECTS)
+        yield Cache(Path(directory), trees=TREES, objects=OBJECTS)
 
 
 class _SourceLost(Exception):

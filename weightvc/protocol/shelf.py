@@ -45,12 +45,12 @@ class Shelf:
     def get(self, name: str, *, keep: bool = True) -> frame.Buffer:
         """An object's bytes. `keep` puts it into the cache. Raises Corrupt, or what the store raises."""
         with self.meter.part("fetch"):
-            if self.cache is not None and (data := self.cache.get(name)) is not None:
-                return data
-            data = self._fetch(name)
-            if self.cache is not None and keep:
-                self.cache.put(name, data)
-            return data
+            if self.cache is None:
+                return self._fetch(name)
+            if keep:
+                return self.cache.fetched(name, lambda: self._fetch(name))
+            held = self.cache.get(name)
+            return self._fetch(name) if held is None else held
 
     def _fetch(self, name: str) -> frame.Buffer:
         # Bytes may be bad on the way as well as at rest: only a second bad copy is called corrupt.

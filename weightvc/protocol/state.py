@@ -127,7 +127,7 @@ def _range(shelf: Shelf, stream: Stream, block: int) -> Buffer:
 def _pack(shelf: Shelf, stream: Stream, pack: int) -> Buffer:
     """A whole pack object, checked."""
     name, size = stream.packs[pack]
-    data = shelf.get(name, keep=False)
+    data = shelf.get(name)
     frame.check_header(data, frame.PACK, name)
     if len(data) != frame.HEADER_SIZE + size:
         raise Corrupt(f"{name} is corrupt: {len(data) - frame.HEADER_SIZE} bytes where {size} are promised")
