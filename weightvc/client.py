@@ -12,13 +12,15 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from weightvc.errors import AccessDenied, Conflict, NotFound, Refused, StoreError
+from weightvc.groups import Groups
 from weightvc.history import HEAD, Ref, said, version_of
 from weightvc.objects.catalogue import Entry
+from weightvc.objects.tree import Tree
 from weightvc.objects.version import Version
 from weightvc.protocol.meter import PARTS, Meter
 from weightvc.protocol.refs import Refs
@@ -141,14 +143,16 @@ class Client:
         into: Any = None,
         names: "Mapping[str, Any] | Callable[[str], Any] | None" = None,
         component: str = "",
+        groups: "Mapping[str, Hashable] | Callable[[str], Hashable] | None" = None,
         **options: Any,
     ) -> None:
         """Nothing is read yet.
 
         `into` is what the client keeps at a version: a dict of torch tensors or numpy arrays, or a module, which are
         written in place; a path, which becomes a checked-out directory; or a Slots. Without it, pull() gives new
-        tensors. `names` maps a version's tensor names to those of `into` (see Tensors). `options` are those of
-        weightvc.open(). Raises Refused for an `into` that cannot be written.
+        tensors. `names` maps a version's tensor names to those of `into` (see Tensors). `groups` says which tensors
+        move together (see Groups): a quantised weight and its scales unless given. `component` is of tensors.
+        `options` are those of weightvc.open(). Raises Refused for an `into` that cannot be written.
         """
         self.repository = url if isinstance(url, Repository) else open(url, lazy=True, **options)
         self.timings: Timings | None = None
@@ -157,7 +161,10 @@ class Client:
         self._moved = threading.Condition()
         self._moves = 0
         self._process = os.getpid()
-        self._target = _target(into, names, component)
+        self._component = component
+        self._groups = Groups(groups)
+        self._pulled: Tree | None = None
+        self._target = _target(into, names, component, groups)
 
     def __enter__(self) -> Self:
         return self
@@ -185,16 +192,51 @@ class Client:
             return self.repository.resolve(ident)
         return None
 
-    def pull(self, ref: Ref = HEAD) -> Any:
+    def pull(self, ref: Ref = HEAD, *, changed_only: bool = False) -> Any:
         """Bring the target to a version and return the update, activated; without a target, a dict of torch tensors.
 
+        With `changed_only`, the dict has the tensors that are not what this client's last pull gave, each with all of
+        its group; the first pull gives all. (Of a target, only what changes is written in any case.)
         Raises RefNotFound, Expired, Corrupt, Refused, StoreError; the target then holds what it held.
         """
         if self._target is None:
-            return self.repository.load(ref)
+            return self._load(ref, changed_only)
         update = self.update(ref)
         update.activate()
         return update
+
+    def _load(self, ref: Ref, changed_only: bool) -> dict[str, Any]:
+        from weightvc import worktree
+
+        self._check_process()
+        with self._lock:
+            timings, meter, last = Timings(), Meter(), self._pulled if changed_only else None
+            pulled: list[Tree] = []
+
+            def choose(tree: Tree) -> list[str]:
+                pulled.append(tree)
+                tensors = tree.schema.tensors
+                names = [tensor.name for tensor in tensors if tensor.component == self._component]
+                if last is None:
+                    return names
+                changed = (tensors[i] for i in tree.differing(last))
+                return self._groups.whole({t.name for t in changed if t.component == self._component}, names)
+
+            with self._counted(timings, "resolve"):
+                repository = self.repository
+                shelf = repository._shelf.metered(meter)
+                refs = Refs(shelf, repository.refresh())
+                found = refs.resolve(ref)
+            with self._counted(timings, "stage", meter):
+                out = worktree.load(
+                    *(shelf, refs, found.entry, choose),
+                    component=self._component,
+                    framework="torch",
+                    progress=repository.progress,
+                )
+            timings.age = time.time() - version_of(found.entry).time / 1e6
+            self.timings, self._pulled = timings, pulled[-1]
+        return out
 
     def update(self, ref: Ref = HEAD) -> Update:
         """The update that would bring the target to a version: nothing but the catalogue is read."""
@@ -433,13 +475,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
-def _target(into: Any, names: Any, component: str) -> Target | None:
-    if into is None or isinstance(into, Target):
-        if names is not None or component:
-            raise Refused("names and component are for tensors: give them to Tensors(…), or give into=…")
-        return into if into is not None else None
-    if isinstance(into, str | os.PathLike):
-        if names is not None or component:
-            raise Refused(f"names and component are for tensors, not for the directory {os.fspath(into)}")
-        return Directory(into)
-    return Tensors(into, names=names, component=component)
+def _target(into: Any, names: Any, component: str, groups: Any) -> Target | None:
+    if into is None:
+        if names is not None:
+            raise Refused("names=… are of the tensors that are written to: give into=…")
+        return None
+    if isinstance(into, Target | str | os.PathLike):
+        if names is not None or component or groups is not None:
+            raise Refused(f"names, component and groups are for tensors, not for {into!r:.200}: see Tensors(…)")
+        return into if isinstance(into, Target) else Directory(into)
+    return Tensors(into, names=names, component=component, groups=groups)

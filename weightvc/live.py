@@ -12,6 +12,7 @@ from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.tree import Tree
 from weightvc.protocol import parallel, resolve
+from weightvc.protocol.meter import Meter
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.state import Verified
@@ -327,38 +328,49 @@ def find(
     entry: Entry,
     live: Live,
     held: Tree | None,
-    back: Sequence[Sequence[Write]] | None,
 ) -> tuple[list[Write], Tree]:
     """The writes that bring tensors to a version, and its tree. Every byte is checked before this returns.
 
     `held` is the tree that they hold, as far as is known: what the version has in common with it is not looked at.
-    `back` are updates to take back, if that leads to the version's tree.
     """
     live.check_place()
     lying: resolve.Lying | None = None
-    if back is not None:
-        made = entry.version
-        assert made is not None
-        lying = made.tree, lambda schema: _Lying(schema, live, back)
-    elif held is not None:
+    if held is not None:
         lying = held.digest, lambda schema: _Lying(schema, live, ())
     with resolve.opened(shelf, refs, entry, lying=lying) as (_, verified):
-        tree = verified.tree
-        regions = live.regions(tree.schema)
-        live.check_twins(tree, f"version {(entry.new or '')[:12]}")
-        same = _common(tree, held)
-        wanted = [
-            block
-            for block in verified.blocks()
-            if any(regions[tree.schema.tensor_of(chunk)] is not None and not same(chunk) for chunk in range(*block))
-        ]
-        writes: list[Write] = []
-        with ThreadPoolExecutor(parallel.workers(), "weightvc-stage") as pool:
-            for found in parallel.ordered(
-                pool, lambda block: _of_block(verified, regions, same, block), wanted, 2 * parallel.workers() + 2
-            ):
-                writes += found
-    return writes, tree
+        return _writes(verified, live, held, f"version {(entry.new or '')[:12]}"), verified.tree
+
+
+def taken_back(
+    live: Live, held: Tree, tree: Tree, back: Sequence[Sequence[Write]], meter: Meter
+) -> list[Write] | None:
+    """The writes that bring tensors from `held` back to `tree`, which `back` leads to, newest first: nothing is read
+    but them. None where that does not give the tree's bytes: somebody else has written to them."""
+    live.check_place()
+    verified = Verified(tree, [lambda: _Lying(tree.schema, live, back)], "what was overwritten", meter)
+    try:
+        return _writes(verified, live, held, "the version before")
+    except Corrupt:
+        return None
+
+
+def _writes(verified: Verified, live: Live, held: Tree | None, what: str) -> list[Write]:
+    tree = verified.tree
+    regions = live.regions(tree.schema)
+    live.check_twins(tree, what)
+    same = _common(tree, held)
+    wanted = [
+        block
+        for block in verified.blocks()
+        if any(regions[tree.schema.tensor_of(chunk)] is not None and not same(chunk) for chunk in range(*block))
+    ]
+    writes: list[Write] = []
+    with ThreadPoolExecutor(parallel.workers(), "weightvc-stage") as pool:
+        for found in parallel.ordered(
+            pool, lambda block: _of_block(verified, regions, same, block), wanted, 2 * parallel.workers() + 2
+        ):
+            writes += found
+    return writes
 
 
 def _common(tree: Tree, held: Tree | None) -> Callable[[int], bool]:
@@ -408,20 +420,23 @@ def _differing_lanes(
         if not where.size:
             continue
         lanes = region.lanes(start, stop, lane)
-        parts: Sequence[Any] = (where, new[where], old[where])
+        # What changes everywhere waits in main memory: beside the tensors it would take twice their own.
         if where.size * DENSE >= new.size:
-            parts = (None, new.copy(), old.copy())
-        writes.append(Write(info.name, tensor, start, lanes, *_beside(lanes, parts)))
+            parts = _torch(lanes, (None, new.copy(), old.copy()))
+        else:
+            parts = _torch(lanes, (where, new[where], old[where]), lanes)
+        writes.append(Write(info.name, tensor, start, lanes, *parts))
     return writes
 
 
-def _beside(lanes: Any, parts: Sequence[Any]) -> Sequence[Any]:
-    """Arrays on the device that `lanes` lie on."""
+def _torch(lanes: Any, parts: Sequence[Any], beside: Any = None) -> Sequence[Any]:
+    """Arrays as what `lanes` are, a numpy array or a torch tensor; on the device of `beside`, or in main memory."""
     if hasattr(lanes, "__array_interface__"):
         return parts
     import torch
 
-    return [None if part is None else torch.from_numpy(part).to(lanes.device) for part in parts]
+    made = [None if part is None else torch.from_numpy(part) for part in parts]
+    return made if beside is None else [None if part is None else part.to(beside.device) for part in made]
 
 
 def differing(live: Live, tree: Tree) -> list[str]:

@@ -6,22 +6,25 @@ import re
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weightvc.errors import Conflict, Corrupt, Refused
+from weightvc.errors import Conflict, Corrupt, NotFound, Refused
+from weightvc.groups import Groups
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version
 from weightvc.protocol.checkout import local_errors, read_marker, some, sync_directory
+from weightvc.protocol.meter import Meter
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.workspace import clear, recover
 from weightvc.sources.paths import MARKER
 
 if TYPE_CHECKING:
     from weightvc.repository import Repository
+    from weightvc.worktree import Verification
 
 __all__ = ["Directory", "Slots", "Staged", "Target", "Tensors"]
 
@@ -130,7 +133,9 @@ class Slots(Target):
                     self._check_free()
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._clear({slot, used})
-            _build(repository, refs, entry, branch, slot, used)
+            # One that is still there is read, and not made again.
+            if not _is(repository, refs, slot, made):
+                _build(repository, refs, entry, branch, slot, used)
         elif start != made.id or _verify(repository, slot, made.id):
             raise Corrupt(f"{slot} is in use and is not what version {made.short} has: pull another version first")
 
@@ -196,6 +201,18 @@ def _build(
     )
 
 
+def _is(repository: "Repository", refs: Refs, path: Path, made: Version) -> bool:
+    """Whether a directory holds a version, every byte of it."""
+    from weightvc import worktree
+
+    marker = read_marker(path) if path.is_dir() else None
+    if marker is None or marker.version != made.id:
+        return False
+    with contextlib.suppress(Corrupt, NotFound):  # building it tries other ways
+        return not _differing(worktree.verify(repository._shelf, refs, path, made.id))
+    return False
+
+
 def _check_staged(path: Path, made: Version) -> None:
     """Raise Conflict unless a directory still holds what was staged there: another version may have been since."""
     marker = read_marker(path) if path.is_dir() else None
@@ -204,7 +221,10 @@ def _check_staged(path: Path, made: Version) -> None:
 
 
 def _verify(repository: "Repository", path: Path, ident: str) -> list[str]:
-    found = repository.verify(path, ident)
+    return _differing(repository.verify(path, ident))
+
+
+def _differing(found: "Verification") -> list[str]:
     return [*found.tensors, *found.files, *found.foreign]
 
 
@@ -216,13 +236,17 @@ class Tensors(Target):
     does not want it. What a mapping does not have keeps its name. Every tensor of the target has to be covered,
     unless it shares its memory with one that is. Dtypes and shapes must be the version's, and the memory contiguous.
 
+    `groups` says which of a version's tensors move together (see Groups): they are written one after the other, and
+    where one changes, all stand in `changed`.
+
     A write is absolute: activate() may be run again after it was interrupted, and the next stage() does so.
     """
 
     UNDO: Final = 4
-    """Updates that can be taken back without fetching their changes, at most,"""
+    """Updates that can be taken back without fetching anything, at most,"""
     UNDO_SHARE: Final = 0.5
-    """and the share of the tensors' own bytes that they may take, where those lie. Dense ones take as much each."""
+    """and the share of the tensors' own bytes that they may take: where those lie, or in main memory if they changed
+    nearly everywhere."""
 
     def __init__(
         self,
@@ -230,10 +254,13 @@ class Tensors(Target):
         *,
         names: "Mapping[str, Any] | Callable[[str], Any] | None" = None,
         component: str = "",
+        groups: "Mapping[str, Hashable] | Callable[[str], Hashable] | None" = None,
     ) -> None:
         from weightvc.live import Live
 
         self._live = Live(tensors, names, component)
+        self._component = component
+        self._groups = Groups(groups)
         self._holds: str | None = None
         self._tree: Any = None
         self._begun: Any = None
@@ -263,10 +290,18 @@ class Tensors(Target):
             writes: list[live.Write] = []
             tree = self._tree
         else:
-            back = self._back(made.tree)
-            writes, tree = live.find(repository._shelf, refs, entry, self._live, self._tree, back)
+            found = self._taken_back(made.tree, repository._shelf.meter)
+            if found is None:
+                found = live.find(repository._shelf, refs, entry, self._live, self._tree)
+            writes, tree = found
+        # What belongs together is written together, and told whole.
+        names = self._groups.whole(
+            {write.name for write in writes},
+            [one.name for one in tree.schema.tensors if one.component == self._component],
+        )
+        place = {name: i for i, name in enumerate(names)}
+        writes = sorted(writes, key=lambda write: place[write.name])
         old_tree, start, since = self._tree, self._holds, self._writes
-        names = list(dict.fromkeys(write.name for write in writes))
 
         def activate() -> None:
             # The writes are what differed then: nobody may have written since, but for a part of these.
@@ -295,11 +330,16 @@ class Tensors(Target):
                 del self._undo[: len(self._undo) - count]
                 break
 
-    def _back(self, digest: str) -> list[Any] | None:
-        """The updates to take back, newest first, to be at a tree again; None if it is not so near."""
+    def _taken_back(self, digest: str, meter: Meter) -> Any:
+        """The writes that lead back to a tree, and the tree; None if it is not so near, or the way is not clear."""
+        from weightvc import live
+
         for at in range(len(self._undo) - 1, -1, -1):
-            if self._undo[at][0].digest == digest:
-                return [writes for _, writes in reversed(self._undo[at:])]
+            tree = self._undo[at][0]
+            if tree.digest == digest:
+                back = [writes for _, writes in reversed(self._undo[at:])]
+                writes = live.taken_back(self._live, self._tree, tree, back, meter)
+                return None if writes is None else (writes, tree)
         return None
 
     def verify(self, repository: "Repository", ident: str) -> list[str]:

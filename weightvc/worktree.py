@@ -197,22 +197,25 @@ def load(
     shelf: Shelf,
     refs: Refs,
     entry: Entry,
-    names: Sequence[str] | None,
+    names: Sequence[str] | Callable[[Tree], Sequence[str]] | None,
     *,
     component: str,
     framework: Literal["torch", "numpy"],
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Tensors of one component by name."""
+    """Tensors of one component by name; a function chooses them once the tree is known, for who will read the next
+    version, too: with a cache, all of it is read then, and kept."""
     from weightvc.sources import memory
 
     made = entry.version
     assert made is not None
     make = memory.maker(framework)
     with contextlib.ExitStack() as stack:
-        whole = names is None
+        whole = names is None or callable(names)
         _, verified = stack.enter_context(resolve.opened(shelf, refs, entry, whole=whole))
         schema = verified.tree.schema
+        if callable(names):
+            names = names(verified.tree)
         if names is None:
             chosen = [i for i, tensor in enumerate(schema.tensors) if tensor.component == component]
             if not chosen and (schema.tensors or component):
@@ -246,9 +249,8 @@ def load(
             return at
 
         blocks = verified.blocks()
-        if names is not None:
-            spans = [(schema.first_chunk[i], schema.first_chunk[i + 1]) for i in sorted(buffers)]
-            blocks = [b for b in blocks if any(b[0] < high and low < b[1] for low, high in spans)]
+        if names is not None and keep is None:
+            blocks = [b for b in blocks if any(schema.tensor_of(chunk) in buffers for chunk in range(*b))]
         done = 0
         with ThreadPoolExecutor(parallel.workers(), "weightvc-load") as pool:
             for size in parallel.ordered(pool, work, blocks, 2 * parallel.workers() + 2):

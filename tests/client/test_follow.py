@@ -153,7 +153,17 @@ def test_slots_keep_the_version_in_the_path(again: Made, tmp_path: Path) -> None
     assert slots.holds == versions[3].id
     staged.activate()
     assert slots.holds == versions[4].id
-    client.pull(versions[3])  # back into a slot that is still there
+    # Back into a slot that is still there: read and not built, unless it is not what it was.
+    there = (slots.path / versions[3].short).stat().st_ino
+    client.pull(versions[3])
+    assert (slots.path / versions[3].short).stat().st_ino == there
+    assert writer.verify(slots.path / "current", versions[3]).ok
+    client.pull(versions[4])
+    with (slots.path / versions[3].short / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+    client.pull(versions[3])
+    assert (slots.path / versions[3].short).stat().st_ino != there
     assert writer.verify(slots.path / "current", versions[3]).ok
 
 

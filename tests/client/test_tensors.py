@@ -99,16 +99,75 @@ def test_the_next_version_is_two_reads_and_its_changes(history: tuple[Made, list
     check(target, states[4])
 
 
-def test_back_costs_a_manifest_and_no_base(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
+def test_back_costs_a_look_at_the_root_and_nothing_else(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
     again, states = history
     target = blank(states[0])
     client = weightvc.Client(again(), into=target)
     for step in (2, 3, 4):
         client.pull(at(step))
-    back = client.pull(at(2))
+    staged = client.stage(at(2))
+    assert staged.timings.requests == 1  # and no bytes, where the root is what it was
+    check(target, states[4])
+    staged.activate()
     check(target, states[2])
-    assert back.timings.requests <= 2
-    assert back.timings.nbytes < 40_000
+    assert client.verify() == []
+    # What somebody else wrote shows, and then the patches are fetched after all.
+    for step in (3, 4):
+        client.pull(at(step))
+    target["a"][7] += 1
+    assert client.pull(at(2)).timings.requests > 1
+    check(target, states[2])
+
+
+def test_only_what_changed_comes_and_groups_whole(again: Made) -> None:
+    repository = again()
+    state = {
+        "x.weight": torch.ones(8), "x.weight_scale": torch.ones(2), "y.weight": torch.ones(8), "z": torch.ones(3),
+        "y.bias": torch.ones(1),
+    }  # fmt: skip
+    repository.commit(state)
+    state = {**state, "x.weight_scale": torch.zeros(2), "z": torch.zeros(3)}
+    repository.commit(state)
+    state = {**state, "y.bias": torch.zeros(1), "new": torch.zeros(1)}
+    repository.commit(state)
+    for groups, third in ((None, {"y.bias", "new"}), (lambda name: name[0], {"y.bias", "y.weight", "new"})):
+        client = weightvc.Client(again(), groups=groups)
+        assert len(client.pull("main~2", changed_only=True)) == 5
+        second = client.pull("main~1", changed_only=True)
+        assert {name: float(value[0]) for name, value in second.items()} == {
+            "x.weight": 1.0, "x.weight_scale": 0.0, "z": 0.0,
+        }  # fmt: skip
+        assert set(client.pull("main", changed_only=True)) == third
+        assert client.pull("main", changed_only=True) == {}
+        assert client.timings is not None
+        assert client.timings.requests >= 1
+        assert len(client.pull("main")) == 6
+    target = {name: torch.full_like(value, 7) for name, value in state.items() if name != "new"}
+    names = {"new": None}
+    client = weightvc.Client(again(), into=target, names=names)
+    client.pull("main~2")
+    assert client.pull("main~1").changed == ["x.weight", "x.weight_scale", "z"]
+    client = weightvc.Client(again(), into=target, names=names, groups={"x.weight_scale": 1, "y.weight": 1})
+    client.pull("main~2")
+    assert client.pull("main~1").changed == ["x.weight_scale", "y.weight", "z"]
+    for bad in (3, lambda name: []):
+        with pytest.raises(weightvc.Refused, match="groups"):
+            weightvc.Client(again(), into=target, names=names, groups=bad).pull()
+
+
+def test_a_group_is_written_together(again: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = again()
+    names = ["a.weight", "b.weight", "a.weight_scale", "b.weight_scale"]
+    repository.commit({name: torch.zeros(4) for name in names})
+    repository.commit({name: torch.ones(4) for name in names})
+    client = weightvc.Client(again(), into={name: torch.full((4,), 2.0) for name in names})
+    client.pull("main~1")
+    written: list[str] = []
+    done = live.Write.apply
+    monkeypatch.setattr(live.Write, "apply", lambda self: (written.append(self.name), done(self)))
+    client.pull("main")
+    assert sorted(written) == sorted(names)
+    assert [name[0] for name in written] in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
 
 
 def test_what_is_kept_to_go_back_is_bounded(again: Made) -> None:

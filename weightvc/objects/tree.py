@@ -42,6 +42,12 @@ class Tree:
         joined = frame.digests(b"".join(texts), list(accumulate(map(len, texts), initial=0)))
         return [joined[at : at + 32] for at in range(0, len(joined), 32)]
 
+    def differing(self, other: "Tree") -> list[int]:
+        """The tensors, by number, that `other` does not have bit for bit under the same name."""
+        there = dict(zip(other.schema.tensors, other.tensors, strict=True))
+        mine = zip(self.schema.tensors, self.tensors, strict=True)
+        return [i for i, (tensor, digest) in enumerate(mine) if there.get(tensor) != digest]
+
     @cached_property
     def digest(self) -> str:
         """The tree digest, hex."""
