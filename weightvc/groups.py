@@ -20,8 +20,8 @@ class Groups:
     """Which tensors move together."""
 
     def __init__(self, groups: "Mapping[str, Hashable] | Callable[[str], Hashable] | None" = None) -> None:
-        """`groups` gives the group of a tensor's name; None, or nothing in a mapping, for one that is alone. Without it,
-        by_name() does. Raises Refused for what is neither mapping nor function."""
+        """`groups` gives the group of a tensor's name; None, or nothing in a mapping, for one that is alone. If it is
+        not given, by_name() does. Raises Refused for what is neither mapping nor function."""
         if isinstance(groups, Mapping):
             self._of: Callable[[str], Any] = groups.get
         elif groups is None or callable(groups):

@@ -1,7 +1,10 @@
 """What has gone wrong for others who pull weights, against the client: all kinds of target, disk and a server."""
 
+import contextlib
+import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,12 @@ import pytest
 
 import weightvc
 from tests.kit import faults
-from tests.kit.stub import Hang, Stub
+from tests.kit.stub import Body, Cut, Hang, IgnoreRange, Status, Stub, WrongRange
 from tests.kit.weights import tiny_format
-from weightvc.protocol import checkout
+from weightvc import live
+from weightvc.objects import key
+from weightvc.objects import root as roots
+from weightvc.protocol import checkout, files, swap
 from weightvc.targets import Directory, Slots
 
 Weights = dict[str, np.ndarray[Any, Any]]
@@ -141,3 +147,248 @@ def test_at_any_file_operation_it_is_the_old_version_or_the_new(
         k += 1
     assert k >= 8
     assert ends == {0, 1}
+
+
+# All kinds of target, in a directory and on a server
+
+
+@pytest.fixture(params=["local", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    if request.param == "local":
+        return str(tmp_path / "repository"), {}
+    found: tuple[str, dict[str, Any]] = request.getfixturevalue("remote")
+    return found
+
+
+class Host:
+    """A client with a target of some kind, and what is seen of it."""
+
+    def __init__(self, where: tuple[str, dict[str, Any]], kind: str, place: Path, **options: Any) -> None:
+        self.blank = {name: np.zeros_like(value) for name, value in weights(0).items()}
+        self.target = self.blank if kind == "tensors" else Slots(place) if kind == "slots" else place
+        self.path = None if kind == "tensors" else place / "current" if kind == "slots" else place
+        self.client = weightvc.Client(where[0], into=self.target, **{"cache": None, **where[1], **options})
+
+    def holds(self, step: int | None) -> bool:
+        """Whether it is a step's bits (None: what it was before the first), and says so."""
+        if step is None:
+            empty = not any(value.any() for value in self.blank.values())
+            return empty and self.client.current() is None and (self.path is None or not self.path.exists())
+        held = self.client.current()
+        there = self.blank if self.path is None else read(self.path)
+        return held is not None and held.step == step and same(there, weights(step)) and self.client.verify() == []
+
+
+KINDS = pytest.mark.parametrize("kind", ["tensors", "directory", "slots"])
+
+
+@KINDS
+def test_interrupted_between_two_tensors(
+    where: tuple[str, dict[str, Any]], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 21, for what is in memory: at every write. (For directories, a write to a file fails.)"""
+    versions = published(where, 2)
+    k = 0
+    while True:
+        host = Host(where, kind, tmp_path / str(k))
+        host.client.pull(versions[0])
+        with monkeypatch.context() as patch:
+            module: Any = (live.Write, "apply") if kind == "tensors" else (files, "_write_all")
+            done, count = getattr(*module), iter(range(k))
+
+            def failing(*arguments: Any, done: Any = done, count: Any = count) -> None:
+                if next(count, None) is None:
+                    raise KeyboardInterrupt
+                done(*arguments)
+
+            patch.setattr(*module, failing)
+            with contextlib.suppress(KeyboardInterrupt):
+                host.client.pull(versions[1])
+        complete = host.client.current() == versions[1]
+        if not complete:
+            assert host.client.current() is None if kind == "tensors" else host.holds(0)
+        host.client.pull(versions[1])
+        assert host.holds(1)
+        if complete:
+            break
+        k += 1
+    assert k >= 2
+
+
+@KINDS
+def test_the_patch_of_another_version(where: tuple[str, dict[str, Any]], kind: str, tmp_path: Path) -> None:
+    """Case 22: at v2, handed v3 to v4 where v2 to v3 is asked for. Refused, nothing written; then it is mended."""
+    versions = published(where, 5)
+    host = Host(where, kind, tmp_path / "served")
+    host.client.pull(versions[2])
+    writer = weightvc.open(where[0], cache=None, **where[1])
+    seen = swap.must_read(writer.store)
+    tail = list(seen.root.tail)
+    assert tail[3].place is not None
+    assert tail[4].place is not None
+    tail[3] = replace(tail[3], place=replace(tail[3].place, manifest=tail[4].place.manifest))
+    wrong = seen.root.next(tail=tuple(tail))
+    etag = writer.store.swap(key.ROOT, roots.encode(wrong), seen.etag)
+    with pytest.raises(weightvc.Corrupt, match="version"):
+        host.client.pull(versions[3])
+    assert host.holds(2)
+    writer.store.swap(key.ROOT, roots.encode(wrong.next(tail=seen.root.tail)), etag)
+    host.client.pull(versions[3])
+    assert host.holds(3)
+
+
+@KINDS
+def test_a_base_that_is_gone(where: tuple[str, dict[str, Any]], kind: str, tmp_path: Path) -> None:
+    """Case 22: an empty cache, and the base is deleted. An error that names it; then another base leads there."""
+    versions = published(where, 3)
+    writer = weightvc.open(where[0], cache=tmp_path / "writer", **where[1])
+    writer.load(versions[2], framework="numpy")
+    place = writer.entry(versions[0]).place
+    assert place is not None
+    writer.store.delete([place.manifest])
+    host = Host(where, kind, tmp_path / "served", cache=tmp_path / "cache")
+    with pytest.raises((weightvc.NotFound, weightvc.Corrupt), match=place.manifest):
+        host.client.pull(versions[2])
+    assert host.holds(None)
+    writer.commit(weights(3), step=3, base=True)
+    host.client.pull("main")
+    assert host.holds(3)
+
+
+@KINDS
+def test_back_to_an_older_version_and_after_a_reset(
+    where: tuple[str, dict[str, Any]], kind: str, tmp_path: Path
+) -> None:
+    """Case 23."""
+    versions = published(where, 4)
+    host = Host(where, kind, tmp_path / "served")
+    host.client.pull("main")
+    host.client.pull(versions[1])
+    assert host.holds(1)
+    host.client.pull("main")
+    with weightvc.open(where[0], cache=None, **where[1]) as writer:
+        writer.reset("main", versions[1].id, rewind=True)
+    host.client.pull("main")
+    assert host.holds(1)
+
+
+@KINDS
+def test_a_pack_that_is_missing(where: tuple[str, dict[str, Any]], kind: str, tmp_path: Path) -> None:
+    """Case 24: the reader stays where it is, and the next pull succeeds."""
+    with tiny_format():
+        (first,) = published(where, 1)
+        host = Host(where, kind, tmp_path / "served", cache=tmp_path / "cache")
+        host.client.pull(first)
+        writer = weightvc.open(where[0], cache=None, **where[1])
+        store = writer.store
+        before = {one.key for one in store.list("pack/")}
+        second = writer.commit(weights(1), step=1)
+        pack = next(one.key for one in store.list("pack/") if one.key not in before)
+        got = store.get(pack)
+        assert got is not None
+        store.delete([pack])
+        with pytest.raises((weightvc.NotFound, weightvc.Corrupt)):
+            host.client.pull(second)
+        assert host.holds(0)
+        store.put(pack, got.data)
+        host.client.pull(second)
+        assert host.holds(1)
+
+
+def test_a_pack_that_is_missing_once(stub: Stub, remote: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Case 24, where it is there when it is asked for again: nobody notices."""
+    with tiny_format():
+        versions = published(remote, 2)
+        host = Host(remote, "tensors", tmp_path)
+        host.client.pull(versions[0])
+        missing = stub.fault(Status(404), operation="GetObject", key="/pack/")
+        host.client.pull(versions[1])
+        assert missing.done == 1
+        assert host.holds(1)
+
+
+@KINDS
+def test_what_retention_keeps(where: tuple[str, dict[str, Any]], kind: str, tmp_path: Path) -> None:
+    """Case 25: two of ten are kept, the rest is collected. v9 from nothing is exact; from v8 it is one patch."""
+    versions = published(where, 10)
+    near = Host(where, kind, tmp_path / "near")
+    near.client.pull(versions[8])
+    with weightvc.open(where[0], cache=None, **where[1]) as writer:
+        writer.expire(weightvc.Rules(last=2))
+        for _ in range(2):
+            writer.gc(grace=0, force=True)
+    far = Host(where, kind, tmp_path / "far", cache=tmp_path / "cache")
+    far.client.pull(versions[9])
+    assert far.holds(9)
+    update = near.client.pull(versions[9])
+    assert near.holds(9)
+    assert update.timings.requests == 2  # the root, and a manifest with the patch
+    with pytest.raises(weightvc.Expired):
+        near.client.pull(versions[3])
+    assert near.holds(9)
+
+
+@pytest.mark.parametrize("kind", ["directory", "slots"])
+def test_modes(where: tuple[str, dict[str, Any]], kind: str, tmp_path: Path) -> None:
+    """Case 27: as the umask has them, or as they were."""
+    published(where, 2)
+    host = Host(where, kind, tmp_path / "served")
+    assert host.path is not None
+    before = os.umask(0o002)
+    try:
+        host.client.pull("main~1")
+        file = host.path / "model.safetensors"
+        assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o664, 0o775)
+        if kind == "directory":
+            file.chmod(0o640)
+        host.client.pull("main")
+        assert file.stat().st_mode & 0o777 == (0o640 if kind == "directory" else 0o664)
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("locks", ["no-op", "ENOLCK"])
+def test_eight_readers_where_there_are_no_locks(
+    where: tuple[str, dict[str, Any]], tmp_path: Path, locks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 28: one cache, and for half of them one directory."""
+    versions = published(where, 2)
+
+    def flock(file: object, how: int) -> None:
+        if locks == "ENOLCK":
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+    def work(number: int) -> str:
+        host = Host(where, "slots", tmp_path / ("shared" if number % 2 else str(number)), cache=tmp_path / "cache")
+        for step in (0, 1, 0, 1):
+            try:
+                host.client.pull(versions[step])
+            except weightvc.Conflict:  # another one moved the link
+                continue
+            if number % 2 == 0:
+                assert host.holds(step)
+        return "done"
+
+    children = [faults.fork(lambda number=number: work(number), tmp_path / f"result{number}") for number in range(8)]
+    assert [faults.wait(child) for child in children] == [0] * 8
+    last = Host(where, "slots", tmp_path / "shared", cache=tmp_path / "cache")
+    last.client.pull(versions[1])
+    assert last.holds(1)
+
+
+@pytest.mark.parametrize("action", [Cut(60_000), Cut(0), IgnoreRange(), WrongRange(), Body(b"<html>")])
+def test_bodies_that_are_cut_or_begin_elsewhere(
+    stub: Stub, remote: tuple[str, dict[str, Any]], tmp_path: Path, action: Any
+) -> None:
+    """Case 30: read again, and nothing bad is kept for the next one."""
+    versions = published(remote, 2)
+    for kind in ("tensors", "slots"):
+        for attempt in range(2):
+            stub.fault(action, operation="GetObject", key="manifest/", times=1)
+            host = Host(remote, kind, tmp_path / f"{kind}{attempt}", cache=tmp_path / "cache")
+            for step in (0, 1):
+                host.client.pull(versions[step])
+                assert host.holds(step)
