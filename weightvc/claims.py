@@ -28,8 +28,8 @@ _LOOK: Final = 0.02
 def once(path: Path, look: Callable[[], T | None], fetch: Callable[[], T]) -> T:
     """What look() finds, as soon as it finds something; else fetch(), which leaves it where look() finds it.
 
-    Of all who call this with one `path`, in any process, one is in fetch() at a time, as far as that can be had.
-    Raises what fetch() raises.
+    Of all who call this with one `path`, in any process, one is in fetch() and the others wait; if that one fails, or
+    leaves nothing, all of them go on. Raises what fetch() raises.
     """
     if (found := look()) is not None:
         return found
@@ -42,20 +42,27 @@ def once(path: Path, look: Callable[[], T | None], fetch: Callable[[], T]) -> T:
 @contextlib.contextmanager
 def _turn(path: Path, look: Callable[[], object]) -> Iterator[None]:
     """Wait until it is our turn, look() may find something, or there is no use in waiting any more."""
-    began = time.monotonic()
-    seen, since = _seen(path), began
-    while not _create(path):
-        now = time.monotonic()
-        if (found := _seen(path)) != seen:
-            seen, since = found, now
-        elif found is not None and now - since > STALE:
-            # Two who find that out at once may both fetch.
-            with contextlib.suppress(OSError):
-                path.unlink()
-        if now - began > PATIENCE or look() is not None:
-            yield
-            return
-        time.sleep(_LOOK)
+    if not _create(path):
+        began = since = time.monotonic()
+        seen = _seen(path)
+        while True:
+            time.sleep(_LOOK)
+            now = time.monotonic()
+            found = _seen(path)
+            # Where the owner has come to an end and left nothing, its disk may be full: one after the other, each
+            # would fetch in turn.
+            if found is None or now - began > PATIENCE or look() is not None:
+                yield
+                return
+            if found != seen:
+                seen, since = found, now
+            elif now - since > STALE:
+                # Two who find that out at once may both fetch.
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                if _create(path):
+                    break
+                seen, since = _seen(path), now
     ours = _seen(path)
     done = threading.Event()
     threading.Thread(target=_touch, args=(path, done), name="weightvc-claim", daemon=True).start()

@@ -5,6 +5,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy
@@ -212,6 +213,42 @@ def test_a_fetch_that_fails_lets_the_next_one_try(cache: Cache) -> None:
     owner.join()
     waiting.join()
     assert found == [DATA]
+
+
+def test_where_nothing_is_left_the_others_do_not_take_turns(tmp_path: Path) -> None:
+    begun, end, together = threading.Event(), threading.Event(), threading.Barrier(3)
+
+    def first() -> bytes:
+        begun.set()
+        assert end.wait(30)
+        return DATA
+
+    def other() -> bytes:
+        together.wait(30)
+        return DATA
+
+    looked: Counter[int] = Counter()
+
+    def look() -> bytes | None:
+        looked[threading.get_ident()] += 1
+        return None
+
+    path = tmp_path / "claim"
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(claims.once(path, lambda: None, first)))]
+    threads[0].start()
+    assert begun.wait(30)
+    threads += [threading.Thread(target=lambda: found.append(claims.once(path, look, other))) for _ in "123"]
+    for thread in threads[1:]:
+        thread.start()
+    patience = time.monotonic() + 30
+    while sorted(looked.values())[:1] < [2] or len(looked) < 3:  # until all of them wait
+        assert time.monotonic() < patience
+        time.sleep(0.01)
+    end.set()
+    for thread in threads:
+        thread.join()
+    assert found == [DATA] * 4
 
 
 def test_who_was_killed_or_stopped_while_it_fetched_is_not_waited_for(
