@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from weightvc.errors import AccessDenied, Conflict, NotFound, Refused, StoreError
-from weightvc.groups import Groups
 from weightvc.history import HEAD, Ref, said, version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.tree import Tree
@@ -26,6 +25,7 @@ from weightvc.protocol.meter import PARTS, Meter
 from weightvc.protocol.refs import Refs
 from weightvc.repository import Repository, open
 from weightvc.targets import Directory, Staged, Target, Tensors
+from weightvc.tensor_groups import TensorGroups
 
 EVERY: Final = 1.0
 """Seconds between two polls, about."""
@@ -151,7 +151,7 @@ class Client:
         `into` is what the client keeps at a version: a dict of torch tensors or numpy arrays, or a module, which are
         written in place; a path, which becomes a checked-out directory; or a Slots. Without it, pull() gives new
         tensors. `names` maps a version's tensor names to those of `into` (see Tensors). `groups` says which tensors
-        move together (see Groups): a quantised weight and its scales unless given. `component` is of tensors.
+        move together (see TensorGroups): a quantised weight and its scales unless given. `component` is of tensors.
         `options` are those of weightvc.open(). Raises Refused for an `into` that cannot be written.
         """
         self.repository = url if isinstance(url, Repository) else open(url, lazy=True, **options)
@@ -162,7 +162,7 @@ class Client:
         self._moves = 0
         self._process = os.getpid()
         self._component = component
-        self._groups = Groups(groups)
+        self._groups = TensorGroups(groups)
         self._pulled: Tree | None = None
         self._target = _target(into, names, component, groups)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weightvc.errors import Conflict, Corrupt, NotFound, Refused
-from weightvc.groups import Groups
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version
@@ -21,6 +20,7 @@ from weightvc.protocol.meter import Meter
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.workspace import clear, recover
 from weightvc.sources.paths import MARKER
+from weightvc.tensor_groups import TensorGroups
 
 if TYPE_CHECKING:
     from weightvc.repository import Repository
@@ -236,8 +236,8 @@ class Tensors(Target):
     does not want it. What a mapping does not have keeps its name. Every tensor of the target has to be covered,
     unless it shares its memory with one that is. Dtypes and shapes must be the version's, and the memory contiguous.
 
-    `groups` says which of a version's tensors move together (see Groups): they are written one after the other, and
-    where one changes, all stand in `changed`.
+    `groups` says which of a version's tensors move together (see TensorGroups): they are written one after the other,
+    and where one changes, all stand in `changed`.
 
     A write is absolute: activate() may be run again after it was interrupted, and the next stage() does so.
     """
@@ -260,7 +260,7 @@ class Tensors(Target):
 
         self._live = Live(tensors, names, component)
         self._component = component
-        self._groups = Groups(groups)
+        self._groups = TensorGroups(groups)
         self._holds: str | None = None
         self._tree: Any = None
         self._begun: Any = None

@@ -214,13 +214,12 @@ def load(
         whole = names is None or callable(names)
         _, verified = stack.enter_context(resolve.opened(shelf, refs, entry, whole=whole))
         schema = verified.tree.schema
+        chosen = [i for i, tensor in enumerate(schema.tensors) if tensor.component == component]
+        if whole and not chosen and (schema.tensors or component):
+            raise _no_component(made, component, schema)
         if callable(names):
             names = names(verified.tree)
-        if names is None:
-            chosen = [i for i, tensor in enumerate(schema.tensors) if tensor.component == component]
-            if not chosen and (schema.tensors or component):
-                raise _no_component(made, component, schema)
-        else:
+        if names is not None:
             chosen = []
             for name in names:
                 i = schema.index.get((component, name))

@@ -142,6 +142,8 @@ def test_only_what_changed_comes_and_groups_whole(again: Made) -> None:
         assert client.timings is not None
         assert client.timings.requests >= 1
         assert len(client.pull("main")) == 6
+    with pytest.raises(weightvc.TensorNotFound, match="draft"):
+        weightvc.Client(again(), component="draft").pull()
     target = {name: torch.full_like(value, 7) for name, value in state.items() if name != "new"}
     names = {"new": None}
     client = weightvc.Client(again(), into=target, names=names)
@@ -158,9 +160,9 @@ def test_only_what_changed_comes_and_groups_whole(again: Made) -> None:
 def test_a_group_is_written_together(again: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = again()
     names = ["a.weight", "b.weight", "a.weight_scale", "b.weight_scale"]
-    repository.commit({name: torch.zeros(4) for name in names})
-    repository.commit({name: torch.ones(4) for name in names})
-    client = weightvc.Client(again(), into={name: torch.full((4,), 2.0) for name in names})
+    repository.commit({name: torch.zeros(4).bfloat16() for name in names})
+    repository.commit({name: torch.ones(4).bfloat16() for name in names})
+    client = weightvc.Client(again(), into={name: torch.full((4,), 2.0).bfloat16() for name in names})
     client.pull("main~1")
     written: list[str] = []
     done = live.Write.apply

@@ -1,4 +1,4 @@
-"""Groups: tensors of a version that mean something only together, as a quantised weight and its scales do."""
+"""Groups of tensors that mean something only together, as a quantised weight and its scales do."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -16,7 +16,7 @@ def by_name(name: str) -> str:
     return match[1] if match else name
 
 
-class Groups:
+class TensorGroups:
     """Which tensors move together."""
 
     def __init__(self, groups: "Mapping[str, Hashable] | Callable[[str], Hashable] | None" = None) -> None:
