@@ -13,6 +13,7 @@ import os
 import random
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,8 @@ TREES: Final = 8
 """Trees kept at most: the baseline of the next commit, and a few to go back to."""
 OBJECTS: Final = 2 << 30
 """Bytes of objects kept, about; a quarter of the limit if that is less."""
+ABANDONED: Final = 60.0
+"""Seconds since a tree in work was last written to, after which nobody is at work on it."""
 LEAST: Final = 1 << 20
 """The smallest limit, in bytes."""
 _HOLE: Final = 1 << 20
@@ -136,15 +139,16 @@ class Cache:
             os.utime(path)
         return Flat(descriptor, path)
 
-    def write_tree(self, schema: Schema) -> "TreeWriter | None":
-        """Begin to keep a tree; None where the disk or the limit does not let us."""
+    def write_tree(self, schema: Schema, digest: str | None = None) -> "TreeWriter | None":
+        """Begin to keep a tree; None where the disk or the limit does not let us, or where another process is writing
+        that very tree, if its digest is known by now."""
         _, bound = self._bounds()
         if schema.nbytes > bound:
             return None
         # The newest one stays: it may be what this one is made from, and this one may come to nothing.
         self._sweep("trees", bound - schema.nbytes, self._trees, least=1)
         try:
-            return TreeWriter(self, schema.nbytes)
+            return TreeWriter(self, schema.nbytes, digest)
         except OSError:
             return None
 
@@ -229,11 +233,16 @@ class Flat:
 class TreeWriter:
     """A tree being kept: write() from any thread, then commit() under its digest, or drop()."""
 
-    def __init__(self, cache: Cache, nbytes: int) -> None:
+    def __init__(self, cache: Cache, nbytes: int, digest: str | None = None) -> None:
+        """Raises OSError, also where another process has the tree of this digest in work."""
         self._cache = cache
         directory = cache.directory / "trees"
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
+        self._path = directory / f".tmp-{secrets.token_hex(8) if digest is None else cache._tree(digest).name}"
+        if digest is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if abs(time.time() - os.stat(self._path).st_mtime) > ABANDONED:
+                    self._path.unlink()
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._failed = False
         try:
@@ -264,16 +273,22 @@ class TreeWriter:
         if self._failed:
             self.drop()
             return
+        with contextlib.suppress(OSError):
+            if self._ours():
+                self._path.rename(path)
         os.close(self._descriptor)
         self._descriptor = -1
-        with contextlib.suppress(OSError):
-            self._path.rename(path)
         self._cache._sweep("trees", self._cache._bounds()[1], self._cache._trees)
 
     def drop(self) -> None:
         """Throw away what was written."""
         if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                if self._ours():
+                    self._path.unlink()
             os.close(self._descriptor)
             self._descriptor = -1
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+
+    def _ours(self) -> bool:
+        """Whether nobody took us for dead and began anew under the same name. Raises OSError."""
+        return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))

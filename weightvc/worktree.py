@@ -71,7 +71,7 @@ def checkout(
             plan = [_one_file(schema, plan)]
         keep = None
         if shelf.cache is not None and not shelf.cache.has_tree(made.tree):
-            keep = shelf.cache.write_tree(schema)
+            keep = shelf.cache.write_tree(schema, made.tree)
             if keep is not None:
                 stack.callback(keep.drop)
 
@@ -229,7 +229,7 @@ def load(
         buffers = {i: bytearray(schema.tensors[i].nbytes) for i in chosen}
         keep = None
         if whole and not component and shelf.cache is not None and not shelf.cache.has_tree(made.tree):
-            keep = shelf.cache.write_tree(schema)
+            keep = shelf.cache.write_tree(schema, made.tree)
             if keep is not None:
                 stack.callback(keep.drop)
 

@@ -78,7 +78,12 @@ def test_what_is_no_digest_is_corrupt_and_touches_nothing(cache: Cache, victim: 
     writer = cache.write_tree(schema_of(3))
     assert writer is not None
     for name in [*names(victim), "A" * 64]:
-        for do in (cache.has_tree, lambda name: cache.open_tree(name, schema_of(3)), writer.commit):
+        for do in (
+            cache.has_tree,
+            lambda name: cache.open_tree(name, schema_of(3)),
+            lambda name: cache.write_tree(schema_of(3), name),
+            writer.commit,
+        ):
             with pytest.raises(Corrupt):
                 do(name)
     writer.drop()
@@ -155,6 +160,30 @@ def test_trees_and_objects_stay_within_the_limit_and_the_newest_are_kept(tmp_pat
     assert cache.trees() == {f"{39:064x}"}
     cache.put(name := key_of(data := bytes(25_001)), data)
     assert cache.get(name) is None
+
+
+def test_one_writes_a_tree_and_a_dead_one_s_is_begun_anew(cache: Cache) -> None:
+    first = cache.write_tree(schema_of(3), TREE)
+    assert first is not None
+    assert cache.write_tree(schema_of(3), TREE) is None
+    first.write(0, b"ab")
+    (path,) = (cache.directory / "trees").iterdir()
+    os.utime(path, (0, 0))
+    second = cache.write_tree(schema_of(3), TREE)
+    assert second is not None
+    second.write(0, b"a")
+    # The one that was taken for dead was not: it leaves the other's file alone.
+    first.commit(TREE)
+    assert not cache.has_tree(TREE)
+    second.write(1, b"bc")
+    second.commit(TREE)
+    flat = cache.open_tree(TREE, schema_of(3))
+    assert flat is not None
+    assert flat.read(0, 3) == b"abc"
+    third = cache.write_tree(schema_of(3), TREE)
+    assert third is not None
+    third.drop()
+    assert [one.name for one in (cache.directory / "trees").iterdir()] == [TREE]
 
 
 def test_a_limit_is_told_when_a_repository_is_opened(tmp_path: Path) -> None:
