@@ -77,6 +77,14 @@ def test_the_reference_runs(place: Path) -> None:
             run(sys.executable, "-c", example)
 
 
+def test_the_examples_of_engines(place: Path) -> None:
+    examples = blocks("python", "docs/engines.md")
+    for example in examples:
+        compile(example, "docs/engines.md", "exec")
+    (mine,) = [example for example in examples if "Callback" in example]
+    assert run(sys.executable, "-c", mine) == "drain\non\n"
+
+
 @pytest.mark.parametrize("function", [weightvc.init, weightvc.open, weightvc.Repository.commit])
 def test_the_reference_has_all_arguments(function: object) -> None:
     text = (ROOT / "docs" / "api.md").read_text()

@@ -18,7 +18,10 @@ from weightvc.errors import (
     BranchMoved,
     Conflict,
     Corrupt,
+    EngineError,
     Expired,
+    GroupNotReady,
+    GroupSplit,
     KeyExists,
     KeyNotFound,
     NotFound,
@@ -36,6 +39,7 @@ from weightvc.errors import (
 )
 
 if TYPE_CHECKING:
+    from weightvc import engines
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.objects.retention import Policy, Rules
@@ -93,8 +97,11 @@ __all__ = [
     "Damage",
     "Diff",
     "Edge",
+    "EngineError",
     "Expired",
     "FsckReport",
+    "GroupNotReady",
+    "GroupSplit",
     "KeyExists",
     "KeyNotFound",
     "NotFound",
@@ -126,6 +133,7 @@ __all__ = [
     "WeightvcError",
     "WeightvcWarning",
     "diff",
+    "engines",
     "fsck",
     "init",
     "open",
@@ -137,6 +145,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "engines":
+        return import_module("weightvc.engines")
     if name not in _LAZY:
         raise AttributeError(f"module 'weightvc' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

@@ -97,6 +97,11 @@ class Update:
         return self._staged is not None
 
     @property
+    def start(self) -> str | None:
+        """The id of the version that the target held when this was staged; None if that was not known."""
+        return self._need().start
+
+    @property
     def changed(self) -> list[str]:
         """Of a staged update of tensors, the names (as the version has them) of those that change."""
         return self._need().changed
@@ -325,13 +330,16 @@ class Client:
         every: float = EVERY,
         max_lag: int = 1,
         stop: threading.Event | None = None,
+        also: "Callable[[Client], bool] | None" = None,
     ) -> Iterator[Update]:
         """Updates to the newest version of a branch, for ever; those in between are skipped.
 
         The branch is looked at every `every` seconds, give or take a quarter, by one conditional read. An update
         comes when the target is `max_lag` versions behind or more, or not on the way to the head at all; and again
         until it is activated. A branch that does not exist yet is waited for, and so is a store that cannot be
-        reached (that is logged, as "weightvc"). It ends when `stop` is set. Raises AccessDenied, Corrupt, Refused.
+        reached (that is logged, as "weightvc"). Where `also` is asked and says True, an update to the head comes
+        although the target holds it: what serves it may have been started again (Engine.behind). It ends when `stop`
+        is set. Raises AccessDenied, Corrupt, Refused.
         """
         self._check_process()
         if not _is_number(every) or not 0 < every <= LONGEST:
@@ -357,10 +365,13 @@ class Client:
                 _log.warning("%s cannot be read (attempt %d): %s", self.repository.url, failures, error)
                 update = None
             due = update is not None and (update.lag is None or update.lag >= max_lag)
-            if update is not None and due and update.version.id != self._holds():
+            held = self._holds()
+            if update is not None and due and update.version.id != held:
                 yield update
                 if update.version.id == self._holds():
                     continue  # something may have come meanwhile
+            elif update is not None and update.version.id == held and also is not None and also(self):
+                yield update
             wait = min(SLOWEST, every * 2 ** min(failures - 1, 8)) if failures else every
             stop.wait(wait * random.uniform(0.75, 1.25))
 

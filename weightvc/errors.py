@@ -7,9 +7,11 @@
     │   └── TensorNotFound    no tensor of this name in the version
     ├── Conflict        look again, then retry or rebase
     │   ├── BranchMoved       the branch has another head than expected
+    │   ├── GroupNotReady     a host is missing or differs: no host of the group has moved
     │   ├── KeyExists         create-if-absent met an object
     │   └── PreconditionFailed    compare-and-swap met another ETag
     ├── StateUnknown    a write may or may not have landed: read, then decide
+    │   └── GroupSplit        hosts of a group hold different versions
     ├── Expired         what was asked for existed and was collected
     ├── Corrupt         stored or local bytes are not what their digest says: repair or fall back
     ├── Refused         fix the input                 (also a ValueError)
@@ -18,12 +20,15 @@
     │   ├── BadName           a ref, path or key that cannot be used
     │   ├── UnsafeStore       a store that does not keep its promises
     │   └── Unsupported       written by a newer weightvc: upgrade
+    ├── EngineError     a serving engine failed a call: look at it, then activate again
     └── StoreError      the store or the network: retry later     (also an OSError)
         ├── AccessDenied      the credentials do not allow it
         └── Unavailable       refused, throttled, timed out or cut short, after retries
 
 `exit_code` is the command line's exit status for the kind; docs/cli.md lists them.
 """
+
+from collections.abc import Mapping
 
 
 class WeightvcError(Exception):
@@ -81,10 +86,26 @@ class PreconditionFailed(Conflict):
     """swap() found another ETag (or no object) under the key."""
 
 
+class GroupNotReady(Conflict):
+    """No host of the group has moved, or all were brought back; `reasons` says what kept which host, by its name."""
+
+    def __init__(self, message: str, *, reasons: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.reasons = dict(reasons)
+
+
 class StateUnknown(WeightvcError):
     """A write's outcome could not be learnt: it may have landed. Read before writing again."""
 
     exit_code = 5
+
+
+class GroupSplit(StateUnknown):
+    """Hosts of a group hold different versions, or may: `holds` has each host's version id (None: not known)."""
+
+    def __init__(self, message: str, *, holds: Mapping[str, str | None]) -> None:
+        super().__init__(message)
+        self.holds = dict(holds)
 
 
 class Expired(WeightvcError):
@@ -123,6 +144,26 @@ class UnsafeStore(Refused):
 
 class Unsupported(Refused):
     """A format or codec that a newer weightvc wrote: upgrade to read it."""
+
+
+class EngineError(WeightvcError):
+    """A serving engine refused a call, failed in it, or did not answer.
+
+    `engine` and `call` name both. `serves` is the id of the version that it serves now, None if that is not known:
+    then the next activate() loads a version as a whole. `paused` says whether it holds its requests (None: not
+    known).
+    """
+
+    exit_code = 10
+
+    def __init__(
+        self, message: str, *, engine: str, call: str, serves: str | None, paused: bool | None = False
+    ) -> None:
+        super().__init__(message)
+        self.engine = engine
+        self.call = call
+        self.serves = serves
+        self.paused = paused
 
 
 class StoreError(WeightvcError, OSError):

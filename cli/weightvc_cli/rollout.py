@@ -15,6 +15,7 @@ from weightvc_cli.settings import Settings, json_option, repository_option
 
 if TYPE_CHECKING:
     from weightvc.client import Update
+    from weightvc.engines import Engine, Pause
 
 
 SECONDS: Final = ("resolve", "fetch", "decode", "verify", "apply", "stage", "activate", "age")
@@ -27,6 +28,15 @@ SECONDS: Final = ("resolve", "fetch", "decode", "verify", "apply", "stage", "act
     "--into", "target", metavar="DIR", required=True, help="Where to keep the versions: DIR/ID, DIR/current."
 )
 @click.option("--on-update", "command", metavar="CMD", help="A shell command to run after every update.")
+@click.option("--engine", "engine_url", metavar="KIND=URL", help="A serving engine to move: sglang=URL or vllm=URL.")
+@click.option(
+    "--mode",
+    type=click.Choice(["in_place", "retract", "drain"]),
+    default="retract",
+    show_default=True,
+    help="What becomes of the requests that the engine works on.",
+)
+@click.option("--cache-keys", is_flag=True, help="Requests carry the version in their cache key: for in_place.")
 @click.option("--every", metavar="SECONDS", default=1.0, show_default=True, help="How often to look.")
 @click.option("--max-lag", metavar="N", default=1, show_default=True, help="Versions behind that call for an update.")
 @click.option("--updates", metavar="N", type=click.IntRange(1), help="Stop after so many updates.")
@@ -38,6 +48,9 @@ def follow(
     branch: str,
     target: str,
     command: str | None,
+    engine_url: str | None,
+    mode: str,
+    cache_keys: bool,
     every: float,
     max_lag: int,
     updates: int | None,
@@ -47,18 +60,20 @@ def follow(
     BRANCH is HEAD unless given. Each version is built and verified in a directory of its own, DIR/ID, while the old
     one is in use. Then the link DIR/current is turned to it, by one rename, and CMD is run with WEIGHTVC_PATH (the
     directory), WEIGHTVC_VERSION, WEIGHTVC_STEP and WEIGHTVC_RUN. The version before stays; older ones are removed. A
-    revert or reset is followed too. Where CMD fails, that is said, and it is run again with the next update. An
+    revert or reset is followed too. An engine is moved before the link; its API key is WEIGHTVC_ENGINE_KEY. Where CMD
+    fails, that is said, and it is run again with the next update. An
     update that fails because of the store, or because somebody else moved the link meanwhile, is tried again. Ends
     at SIGTERM or Ctrl-C, between two updates.
     """
     from weightvc.client import Client
-    from weightvc.errors import AccessDenied, Conflict, NotFound, StoreError
+    from weightvc.errors import AccessDenied, Conflict, EngineError, NotFound, StoreError
     from weightvc.targets import Slots
 
     log = logging.getLogger("weightvc")
     log.setLevel(logging.INFO)
     log.propagate = False
     log.addHandler(_Notes(settings))
+    engine = _engine(engine_url, mode, cache_keys) if engine_url is not None else None
     stop = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
@@ -68,25 +83,43 @@ def follow(
                 # Nothing more may come for long, where that is the newest.
                 settings.note(f"{slots.path} holds version {held[:12]}; waiting for what comes after it")
             client = Client(repository, into=slots)
-            following = client.follow(branch, every=every, max_lag=max_lag, stop=stop)
+            also = engine.behind if engine is not None else None
+            following = client.follow(branch, every=every, max_lag=max_lag, stop=stop, also=also)
             done = 0
             for update in following:
+                pause = None
                 try:
-                    update.activate()
+                    if engine is not None:
+                        pause = engine.activate(update)
+                    else:
+                        update.activate()
                 except AccessDenied:
                     raise
-                except (Conflict, NotFound, StoreError) as error:
+                except (Conflict, EngineError, NotFound, StoreError) as error:
                     # The link is as it was; the newest version is offered again.
                     settings.note(f"{error}; the update to {update.version.short} is tried again")
                     stop.wait(every)
                     continue
                 done += 1
                 code = _run(settings, command, update) if command else None
-                _report(settings, update, code)
+                _report(settings, update, code, pause)
                 if done == updates:
                     break
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _engine(named: str, mode: str, cache_keys: bool) -> "Engine":
+    from weightvc.engines import VLLM, SGLang
+    from weightvc.errors import Refused
+
+    kind, found, url = named.partition("=")
+    kinds: dict[str, Any] = {"sglang": SGLang, "vllm": VLLM}
+    if not found or kind not in kinds:
+        raise Refused(f"--engine {named!r:.200}: write sglang=URL or vllm=URL")
+    key = os.environ.get("WEIGHTVC_ENGINE_KEY") or None
+    made: Engine = kinds[kind](url, mode=mode, key=key, cache_keys=cache_keys)
+    return made
 
 
 class _Notes(logging.Handler):
@@ -115,7 +148,7 @@ def _run(settings: Settings, command: str, update: "Update") -> int:
     return code
 
 
-def _report(settings: Settings, update: "Update", code: int | None) -> None:
+def _report(settings: Settings, update: "Update", code: int | None, pause: "Pause | None") -> None:
     version, timings = update.version, update.timings
     if settings.json:
         fields: dict[str, Any] = {
@@ -128,6 +161,7 @@ def _report(settings: Settings, update: "Update", code: int | None) -> None:
             "requests": timings.requests,
             "bytes": timings.nbytes,
             "exit_code": code,
+            "pause": None if pause is None else _seconds(pause),
         }
         click.echo(as_json(fields))
         return
@@ -135,4 +169,10 @@ def _report(settings: Settings, update: "Update", code: int | None) -> None:
     click.echo(
         f"{version.short} {what}: {size(timings.nbytes)} in {timings.resolve + timings.stage:.2f} s, "
         f"{timings.age:.2f} s after its commit, at {shown(update.path or '')}"
+        + ("" if pause is None else f"; the engine paused for {pause.total:.2f} s ({pause.way})")
     )
+
+
+def _seconds(pause: "Pause") -> dict[str, Any]:
+    times = {name: round(getattr(pause, name), 6) for name in ("drain", "reload", "swap")}
+    return {"mode": pause.mode, "way": pause.way, "why": pause.why, **times}
