@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from weightvc import engines
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
+    from weightvc.group import Group
     from weightvc.objects.retention import Policy, Rules
     from weightvc.objects.version import Edge, Version
     from weightvc.protocol.compact import Compacted
@@ -60,6 +61,7 @@ _LAZY = {
     "Timings": "weightvc.client",
     "Update": "weightvc.client",
     "Watch": "weightvc.client",
+    "Group": "weightvc.group",
     "Slots": "weightvc.targets",
     "Target": "weightvc.targets",
     "Tensors": "weightvc.targets",
@@ -100,6 +102,7 @@ __all__ = [
     "EngineError",
     "Expired",
     "FsckReport",
+    "Group",
     "GroupNotReady",
     "GroupSplit",
     "KeyExists",
