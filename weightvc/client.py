@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from weightvc.errors import AccessDenied, Conflict, NotFound, Refused, StoreError
+from weightvc.errors import AccessDenied, Conflict, EngineError, NotFound, Refused, StoreError
 from weightvc.history import HEAD, Ref, said, version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.tree import Tree
@@ -456,7 +456,7 @@ class Watch:
             for update in self._updates:
                 try:
                     self._on_update(update)
-                except (Conflict, NotFound, StoreError) as error:
+                except (Conflict, EngineError, NotFound, StoreError) as error:
                     # The target is as it was; the next poll offers the newest version again.
                     _log.warning("the update to %s did not come to pass: %s", update.version.short, error)
                     self._stop.wait(EVERY)

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
@@ -272,6 +273,18 @@ def test_a_server_that_was_started_again_is_brought_back(engine: SGLangServer, h
         moved.activate(update)
         stop.set()
     assert (engine.digest(), engine.version) == (of(0), version.id)
+
+
+def test_a_thread_goes_on_after_a_failure(engine: SGLangServer, host: Host) -> None:
+    moved = adapter(engine)
+    version = host.commit(0)
+    engine.faults["/flush_cache"] = "500"
+    with host.client.watch("main", moved.activate, every=0.01, also=moved.behind):
+        while "/continue_generation" not in engine.paths():
+            time.sleep(0.01)
+        engine.faults.clear()
+        assert host.client.wait_for(version, timeout=60)
+    assert engine.digest() == of(0)
 
 
 def test_a_pause_that_somebody_left_is_ended(engine: SGLangServer, host: Host) -> None:

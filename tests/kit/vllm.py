@@ -15,6 +15,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -217,6 +218,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[Factory]:
     here = sys.modules[__name__]
     parts: dict[str, dict[str, Any]] = {
         "vllm": {},
+        "vllm.config": {"set_current_vllm_config": nullcontext},
         "vllm.distributed": {},
         "vllm.distributed.weight_transfer": {},
         "vllm.distributed.weight_transfer.base": {

@@ -129,13 +129,16 @@ class WeightvcEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         return {name: int(count) for name, count in counts.items() if count}
 
     def _load_dense(self, slot: Path) -> None:
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        initialize_layerwise_reload(self.model)
-        try:
-            self.model.load_weights(changes.tensors(slot))
-        finally:
-            finalize_layerwise_reload(self.model, self.model_config)
+        # What a layer derives after loading is made where a start would make it.
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            initialize_layerwise_reload(self.model)
+            try:
+                self.model.load_weights(changes.tensors(slot))
+            finally:
+                finalize_layerwise_reload(self.model, self.model_config)
 
 
 def _patch(loader: Any, change: changes.Change, device: torch.device) -> Any:
