@@ -22,7 +22,7 @@ from tests.kit.engines import SGLangServer, digest
 from weightvc.engines import SGLang
 
 CALLS = [
-    "/get_model_info",
+    "/model_info",
     "/pause_generation",
     "/flush_cache",
     "/update_weight_version",
@@ -59,7 +59,7 @@ def test_it_serves_each_version_and_says_so(engine: SGLangServer, host: Host, mo
         assert pause.reload > 0
         assert pause.swap > 0
         assert pause.total == pause.reload + pause.swap
-    assert engine.calls[-1][0] == "/get_model_info"
+    assert engine.calls[-1][0] == "/model_info"
     loads = [body for path, body in engine.calls if path == "/update_weights_from_disk"]
     assert [body["model_path"] for body in loads] == [str(host.slots.path / v.short) for v in _versions(host)]
     assert {body["flush_cache"] for body in loads} == {False}
@@ -223,7 +223,7 @@ def test_a_version_that_cannot_be_asked_for_at_the_end(engine: SGLangServer, hos
 
     def then() -> None:
         plain()
-        engine.faults["/get_model_info"] = "500"
+        engine.faults["/model_info"] = "500"
 
     engine.go_on = then  # type: ignore[method-assign]
     with pytest.raises(weightvc.EngineError, match="the weights are in") as caught:
@@ -248,8 +248,8 @@ def test_a_server_that_is_not_there(engine: SGLangServer, host: Host) -> None:
     assert not moved.behind(host.client)
 
 
-def test_an_old_server_has_no_mark_and_a_new_one_another_name(host: Host) -> None:
-    with SGLangServer(renamed=True) as engine:
+def test_an_old_server_has_another_name_for_it_and_no_mark(host: Host) -> None:
+    with SGLangServer(old=True) as engine:
         engine.faults["/update_weight_version"] = "404"
         moved = adapter(engine)
         version = host.commit(0)
@@ -462,6 +462,6 @@ def test_a_serializer_of_ones_own(engine: SGLangServer, host: Host) -> None:
 
 
 def test_a_server_that_hangs_is_given_up(engine: SGLangServer) -> None:
-    engine.faults["/get_model_info"] = "hang"
+    engine.faults["/model_info"] = "hang"
     with pytest.raises(weightvc.EngineError, match=r"no answer within 0\.2 s"):
         adapter(engine, timeout=0.2).serving()

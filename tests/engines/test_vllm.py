@@ -339,6 +339,29 @@ def test_a_host_without_the_slot_says_so(backend: Any, tmp_path: Path) -> None:
         worker.update_weights({"version": "0" * 64})
 
 
+def test_a_worker_that_failed_does_not_build_on_what_it_held(backend: Any, host: Host) -> None:
+    worker = vllm.Worker(vllm.Model(weights(0)), backend)
+    worker.init_weight_transfer_engine({"directory": str(host.slots.path)})
+    worker.start_weight_update()
+    updates = []
+    for step in range(2):
+        host.commit(step)
+        updates.append(host.client.pull("main"))
+    slots = [Path(update.path) for update in updates]
+    ids = [update.version.id for update in updates]
+    worker.update_weights({"version": ids[0]})
+    assert changes.write(*slots, *ids) == ""
+    worker.model.odd = {"k": "raise"}
+    with pytest.raises(KeyError):
+        worker.update_weights({"version": ids[1]})
+    worker.model.odd = {}
+    worker.engine._sparse = True
+    before = worker.model.events.count("reload")
+    worker.update_weights({"version": ids[1]})
+    assert worker.model.events.count("reload") == before + 1
+    assert digest(worker.model.checkpoint()) == of(1)
+
+
 # The file of changes
 
 

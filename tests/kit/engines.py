@@ -191,10 +191,10 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
 class SGLangServer(Server):
     """SGLang: weights by the names of the checkpoint. `flushes_retracted` is what its releases differ in."""
 
-    def __init__(self, key: str | None = None, *, flushes_retracted: bool = True, renamed: bool = False) -> None:
+    def __init__(self, key: str | None = None, *, flushes_retracted: bool = True, old: bool = False) -> None:
         super().__init__(key)
         self.flushes_retracted = flushes_retracted
-        self.renamed = renamed
+        self.old = old
         self.weights: dict[str, torch.Tensor] = {}
         self.taken: list[list[str]] = []
         """Names of the tensors that each load had."""
@@ -204,9 +204,7 @@ class SGLangServer(Server):
 
     def do(self, method: str, path: str, query: dict[str, str], body: Any, *, half: bool) -> tuple[int, Any]:
         match method, path:
-            case "GET", "/get_model_info" if not self.renamed:
-                return 200, {"model_path": "x", "weight_version": self.version}
-            case "GET", "/model_info":
+            case "GET", "/model_info" | "/get_model_info" if not (self.old and path == "/model_info"):
                 return 200, {"model_path": "x", "weight_version": self.version}
             case "GET", "/flush_cache":
                 return self._flush()

@@ -69,11 +69,11 @@ class SGLang(HttpEngine):
 
     def _version(self) -> Any:
         try:
-            found = self.http.get("/get_model_info", self._timeout)
+            found = self.http.get("/model_info", self._timeout)
         except CallFailed as error:
             if error.status != 404:
                 raise
-            found = self.http.get("/model_info", self._timeout)
+            found = self.http.get("/get_model_info", self._timeout)  # what it was called before
         return found.get("weight_version") if isinstance(found, dict) else None
 
     def _set_version(self, text: str) -> None:

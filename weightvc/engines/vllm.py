@@ -27,9 +27,10 @@ class VLLM(HttpEngine):
     """A vLLM server on this host, or the first of one that spans hosts, started with
     `--weight-transfer-config '{"backend": "weightvc"}'`.
 
-    `mode` is what becomes of requests in work: "retract" preempts them and resets the prefix cache, so that they
-    go on with the new weights; "drain" lets them end, while new ones wait; "in_place" freezes them with their caches,
-    for which each request has to carry `cache_salt` with the version's id (`cache_keys=True`).
+    `mode` is what becomes of requests in work: "retract" preempts them and resets the prefix cache, so that they go
+    on with the new weights; "drain" lets them end, while new ones wait or are answered with 503; "in_place" freezes
+    them with their caches, for which each request has to carry `cache_salt` with the version's id
+    (`cache_keys=True`).
 
     With `changes` (the default), what differs from the version before is compared beforehand and written beside the
     slots, and workers load only that where vLLM's sparse loader can take it; else they load the version as a whole.
