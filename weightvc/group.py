@@ -16,9 +16,9 @@ What holds whatever fails, as long as hosts stop or fall silent, but do not lie:
 - No host moves before every host has said, for this very activation, that it has the same verified bytes. So a host
   that is away leaves all of them on the old version.
 - Each activation has a fresh name (a *round*), and a member commits only the round that it prepared last, and not
-  after it was told to abort. A message that comes late, from a coordinator that has given up or died, moves nobody; at
-  worst it displaces what was prepared since, whose commit is then refused. A host that was started again has prepared
-  nothing, and refuses.
+  after it was told to abort. A message that comes late, from a coordinator that has given up or died, moves nobody:
+  at worst it displaces what was prepared since, whose commit is then refused. A host that was started again has
+  prepared nothing, and refuses.
 - Where a member is told to abort after it committed, it goes back.
 - activate() may be repeated: members that hold the version already say so, and commit nothing.
 

@@ -216,6 +216,33 @@ def test_half_a_load_is_known_to_whoever_comes_next(engine: SGLangServer, host: 
     assert (engine.digest(), engine.version, engine.paused) == (of(1), second.id, False)
 
 
+@pytest.mark.parametrize("mark", ["marked", "404"])
+@pytest.mark.parametrize("mode", ["retract", "drain"])
+@pytest.mark.parametrize("call", ["/pause_generation", "/flush_cache"])
+def test_half_a_load_never_generates(engine: SGLangServer, host: Host, mode: str, mark: str, call: str) -> None:
+    """Neither where the next try fails before its load."""
+    if mark == "404":
+        engine.faults["/update_weight_version"] = "404"
+    moved = adapter(engine, mode=mode)
+    host.commit(0)
+    moved.activate(host.update())
+    host.commit(1)
+    engine.faults["/update_weights_from_disk"] = "half"
+    with pytest.raises(weightvc.EngineError, match="stays paused"):
+        moved.activate(host.update())
+    del engine.faults["/update_weights_from_disk"]
+    before = engine.paths().count("/continue_generation")
+    engine.faults[call] = "500"
+    with pytest.raises(weightvc.EngineError, match="stays paused") as caught:
+        moved.activate(host.update())
+    assert (caught.value.serves, caught.value.paused) == (None, True)
+    assert engine.paused
+    assert engine.paths().count("/continue_generation") == before
+    del engine.faults[call]
+    moved.activate(host.update())
+    assert (engine.digest(), engine.paused) == (of(1), False)
+
+
 def test_a_version_that_cannot_be_asked_for_at_the_end(engine: SGLangServer, host: Host) -> None:
     moved = adapter(engine)
     version = host.commit(0)

@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from weightvc.engines.http import CallFailed, Http
 from weightvc.errors import EngineError, Refused
@@ -134,6 +134,8 @@ class HttpEngine(Engine):
         self._load_timeout = load_timeout
         self._lock = threading.Lock()
         self._unknown = False
+        self._marks = True
+        """Whether it can be marked, as far as is known."""
 
     # Hooks: what an engine is asked, each raising CallFailed.
 
@@ -142,8 +144,8 @@ class HttpEngine(Engine):
         """What it calls the version that it serves."""
 
     @abstractmethod
-    def _pause(self) -> tuple[float, float]:
-        """Stop generation, with nothing of old weights in its prefix cache unless keys keep that apart.
+    def _pause(self, mode: str) -> tuple[float, float]:
+        """Stop generation in a mode, with nothing of old weights in its prefix cache unless keys keep that apart.
 
         When the call began that stopped it, by time.monotonic(), and seconds before that in which requests ended.
         """
@@ -160,9 +162,11 @@ class HttpEngine(Engine):
         """Let the engine call what it serves by another name."""
         try:
             self._set_version(text)
+            self._marks = True
         except CallFailed as error:
-            if error.status not in (404, 405):  # an engine without this call has no memory of it, and we have
+            if error.status not in (404, 405):
                 raise
+            self._marks = False  # it has no such call; what is not known is remembered here alone
 
     @abstractmethod
     def _set_version(self, text: str) -> None: ...
@@ -175,11 +179,17 @@ class HttpEngine(Engine):
 
     def serving(self) -> str | None:
         """The id of the version that it serves; None if it is another, or half of one. Raises EngineError."""
+        return self._asked()[0]
+
+    def _asked(self) -> tuple[str | None, bool]:
+        """What it serves, and whether it may have half of a version."""
         try:
             found = self._version()
         except CallFailed as error:
             raise self._error(error, None, "nothing was changed", paused=None) from error
-        return found if isinstance(found, str) and _ID.fullmatch(found) and not self._unknown else None
+        text = found if isinstance(found, str) else ""
+        half = text.startswith(MOVING) if self._marks else self._unknown
+        return text if _ID.fullmatch(text) and not self._unknown else None, half
 
     def prepare(self, update: "Update") -> None:
         """Stage an update, and what this engine needs for it. Raises Refused, and what Update.stage() raises."""
@@ -189,13 +199,13 @@ class HttpEngine(Engine):
         """Move the engine to a version, then the update's target. Raises EngineError, Refused; see Engine."""
         with self._lock:
             path = self._slot(update)
-            served = self.serving()
+            served, half = self._asked()
             if served == update.version.id:
                 # It may have been left paused: by a process that was killed, or by an answer that was lost.
                 self._go_on(served)
                 pause = Pause(self.mode, "none")
             else:
-                pause = self._move(update, path, served)
+                pause = self._move(update, path, served, half)
             update.activate()
             return pause
 
@@ -210,19 +220,23 @@ class HttpEngine(Engine):
             )
         return Path(update.path)
 
-    def _move(self, update: "Update", path: Path, served: str | None) -> Pause:
+    def _move(self, update: "Update", path: Path, served: str | None, half: bool) -> Pause:
         version = update.version
         why = self._prepare(update, path)
         before = update.start
         old = self._load_of(before, path) if before not in (None, version.id) else None
         try:
-            stopped, drained = self._pause()
+            # By half of a version no request may end.
+            stopped, drained = self._pause("retract" if half and self.mode == "drain" else self.mode)
             self._mark(MOVING + version.id)
         except CallFailed as error:
+            if half:
+                self._stays(error, said(version))
             self._after_no_change(error, served, said(version))
         except BaseException:
-            with contextlib.suppress(CallFailed):
-                self._resume()
+            if not half:
+                with contextlib.suppress(CallFailed):
+                    self._resume()
             raise
         began = time.monotonic()
         self._unknown = True
@@ -280,7 +294,7 @@ class HttpEngine(Engine):
                 if last or error.status in (401, 403):
                     raise
 
-    def _after_no_change(self, error: CallFailed, served: str | None, what: str) -> None:
+    def _after_no_change(self, error: CallFailed, served: str | None, what: str) -> NoReturn:
         """No weight has changed: let it go on."""
         paused: bool | None = False
         try:
@@ -293,7 +307,7 @@ class HttpEngine(Engine):
         note = "its weights are as they were" + ("" if paused is False else ", and it may still hold its requests")
         raise self._error(error, served, f"{note}; {what} is tried by the next activate()", paused=paused) from error
 
-    def _after_failed_load(self, error: CallFailed, old: Load | None, what: str) -> None:
+    def _after_failed_load(self, error: CallFailed, old: Load | None, what: str) -> NoReturn:
         """Weights may be of two versions by now: load the one before as a whole."""
         if old is not None and error.status is not None:
             with contextlib.suppress(CallFailed):
@@ -305,6 +319,9 @@ class HttpEngine(Engine):
                 except CallFailed:
                     raise self._error(error, old.version, f"{note}; it may still hold its requests", None) from error
                 raise self._error(error, old.version, f"{note}: it goes on with that") from error
+        self._stays(error, what)
+
+    def _stays(self, error: CallFailed, what: str) -> NoReturn:
         raise self._error(
             error,
             None,

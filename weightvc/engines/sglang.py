@@ -81,11 +81,11 @@ class SGLang(HttpEngine):
         body = {"new_version": text, "abort_all_requests": False}
         self.http.post("/update_weight_version", self._timeout, body)
 
-    def _pause(self) -> tuple[float, float]:
+    def _pause(self, mode: str) -> tuple[float, float]:
         began = time.monotonic()
-        if self.mode != "drain":
-            self._stop(self.mode)
-            if self.mode == "retract":
+        if mode != "drain":
+            self._stop(mode)
+            if mode == "retract":
                 self._flush()
             return began, 0.0
         # A flush succeeds only where no request is in work, and does no harm where there is one. One more may come

@@ -61,16 +61,16 @@ class VLLM(HttpEngine):
     def _set_version(self, text: str) -> None:
         self.http.post("/update_weight_version", self._timeout, {"new_version": text})
 
-    def _pause(self) -> tuple[float, float]:
+    def _pause(self, mode: str) -> tuple[float, float]:
         began = time.monotonic()
         # The default would abort every request.
-        wait = self._load_timeout if self.mode == "drain" else self._timeout
-        self.http.post("/pause", wait, mode=_PAUSES[self.mode])
-        if self.mode == "drain":
+        wait = self._load_timeout if mode == "drain" else self._timeout
+        self.http.post("/pause", wait, mode=_PAUSES[mode])
+        if mode == "drain":
             stopped = time.monotonic()
             self.http.post("/reset_prefix_cache", self._timeout)
             return stopped, stopped - began
-        if self.mode == "retract":
+        if mode == "retract":
             # A pause that keeps requests keeps their caches, too.
             self.http.post("/reset_prefix_cache", self._timeout, reset_running_requests="true")
         return began, 0.0
