@@ -359,3 +359,23 @@ def test_a_link_that_cannot_be_turned_takes_the_engine_back(span: Span) -> None:
     with pytest.raises(weightvc.GroupNotReady, match="all hosts hold again"):
         span.group.activate(new)
     assert span.state() == (of(0), old, old)
+
+
+def test_an_engine_that_moved_without_saying_so_is_taken_back(span: Span) -> None:
+    old = span.commit(0)
+    span.group.activate(old)
+    new = span.commit(1)
+    plain, lost = span.engine.do, []
+
+    def once(method: str, path: str, query: Any, body: Any, *, half: bool) -> tuple[int, Any]:
+        # The first question after it went on, which is whether it serves the version.
+        if path == "/model_info" and span.engine.version == new and not span.engine.paused and not lost:
+            lost.append(path)
+            return 500, {"message": "not now"}
+        return plain(method, path, query, body, half=half)
+
+    span.engine.do = once  # type: ignore[method-assign]
+    with pytest.raises(weightvc.GroupNotReady, match="all hosts hold again"):
+        span.group.activate(new)
+    assert lost
+    assert span.state() == (of(0), old, old)
