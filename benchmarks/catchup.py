@@ -11,8 +11,11 @@ version loads the last one, and one that holds nothing does, before and after co
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,25 +51,99 @@ class Run:
         return {f"model.layers.{i}.mlp.down_proj.weight": part for i, part in enumerate(parts)}
 
 
-def load(url: Path, cache: Path | None, wanted: np.ndarray, ref: str = "main") -> str:
-    """Load a version and say what that took."""
-    with weightvc.open(url, cache=cache) as reader:
+@dataclass(frozen=True)
+class Cost:
+    """What one load took."""
+
+    requests: int
+    nbytes: int
+    seconds: float
+    patches: int
+
+    def __str__(self) -> str:
+        return f"{self.requests:5,} requests, {self.nbytes:12,} bytes, {self.seconds:6.2f} s; {self.patches} patches"
+
+
+FIRST = "main@{step=0}"
+
+
+def load(opened: Callable[..., Repository], cache: Path | None, wanted: np.ndarray, ref: str = "main") -> Cost:
+    """Load a version, check it, and say what that took. With a cache, that is taken to hold the first version."""
+    with opened(cache=cache) as planner:
+        made = planner.plan(FIRST if cache else None, ref)
+    with opened(cache=cache) as reader:
         before, start = (reader.stats.reads, reader.stats.bytes_read), time.perf_counter()
         got = reader.load(ref, framework="numpy")
         seconds = time.perf_counter() - start
         assert (np.concatenate([got[name].view("<u2") for name in sorted(got)]) == wanted).all()
-        requests, nbytes = reader.stats.reads - before[0], reader.stats.bytes_read - before[1]
-        return f"{requests:5,} requests, {nbytes:12,} bytes, {seconds:6.2f} s"
+        return Cost(reader.stats.reads - before[0], reader.stats.bytes_read - before[1], seconds, made.patches)
 
 
-def direct(repository: Repository) -> str:
-    """One patch from the first version to the last."""
+def direct(repository: Repository) -> int:
+    """Bytes of one patch from the first version to the last."""
     refs = repository._refs()
-    old, new = refs.resolve("main@{step=0}").entry, refs.resolve("main").entry
+    old, new = refs.resolve(FIRST).entry, refs.resolve("main").entry
     with patches.opened(repository._shelf, refs, old, new) as span, ThreadPoolExecutor(2) as uploads:
         packer = Packer(repository._shelf, key.Transaction(0), uploads)
-        made = patches.patch(span, packer, old.new or "")
-    return f"    1 patch,    {made.stream.nbytes:12,} bytes of payload"
+        return patches.patch(span, packer, old.new or "").stream.nbytes
+
+
+def measure(
+    init: Callable[..., Repository],
+    opened: Callable[..., Repository],
+    folder: Path,
+    *,
+    versions: int,
+    elements: int,
+    reverse: bool = False,
+    say: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Make the run in a repository, and load its last version from afar before and after compaction.
+
+    `init` and `opened` make and open it, given cache=…; `folder` is for caches.
+    """
+    run = Run(elements)
+    first, held = run.now, folder / "held"
+    with init(cache=folder / "cache") as repository:
+        repository.commit(Bits(run), step=0)
+        load(opened, held, first)
+        start = time.perf_counter()
+        for step in range(1, versions + 1):
+            run.step()
+            if step in (1, 4, 8, 32, 100, 1000):
+                say(f"{step:5} steps: {(run.now != first).mean():.2%} differ")
+            repository.commit(Bits(run), step=step)
+        seconds = time.perf_counter() - start
+        stored = sum(entry.place.nbytes for entry in repository.entries(n=versions) if entry.place)
+        say(f"{versions} commits: {stored:,} bytes, {seconds:.0f} s")
+        single = load(opened, held, run.now)
+        say(f"before, holding the first:  {single}")
+        say(f"before, holding nothing:    {load(opened, None, run.now)}")
+        start = time.perf_counter()
+        done = repository.compact(reverse=reverse)
+        seconds = time.perf_counter() - start
+        say(
+            f"compact: {done.patches} patches, {done.back} back, {done.bases} bases in {done.swaps} swaps: "
+            f"{done.nbytes:,} bytes ({done.nbytes / stored:.2f} of the commits), {seconds:.0f} s"
+        )
+        for tree in (held / "trees").iterdir():  # the first load kept the last version as well
+            tree.unlink()
+        load(opened, held, first, FIRST)
+        caught = load(opened, held, run.now)
+        say(f"after, holding the first:   {caught}")
+        cold = load(opened, None, run.now)
+        say(f"after, holding nothing:     {cold}")
+        one = direct(repository)
+        say(f"one direct patch:           {one:29,} bytes of payload")
+        base = next(edge for edge in repository.entry(FIRST).place.edges if edge.source is None)
+        say(f"a base of the last version: {base.nbytes:29,} bytes of payload, about")
+    return {
+        "versions": versions,
+        "single": {"requests": single.requests, "nbytes": single.nbytes},
+        "caught_up": {"requests": caught.requests, "nbytes": caught.nbytes, "seconds": caught.seconds},
+        "cold": {"requests": cold.requests, "nbytes": cold.nbytes, "seconds": cold.seconds},
+        "direct": one,
+    }
 
 
 def main() -> None:
@@ -76,42 +153,16 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1 << 23)
     parser.add_argument("--reverse", action="store_true", help="patches back as well")
     arguments = parser.parse_args()
-    run = Run(arguments.elements)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        url, held = folder / "repository", folder / "held"
-        first = run.now
-        with weightvc.init(url, cache=folder / "cache") as repository:
-            repository.commit(Bits(run), step=0)
-            load(url, held, first)
-            start = time.perf_counter()
-            for step in range(1, arguments.versions + 1):
-                run.step()
-                if step in (1, 4, 8, 32, 100, 1000):
-                    print(f"{step:5} steps: {(run.now != first).mean():.2%} differ")
-                repository.commit(Bits(run), step=step)
-            seconds = time.perf_counter() - start
-            stored = sum(entry.place.nbytes for entry in repository.entries(n=arguments.versions) if entry.place)
-            print(f"{arguments.versions} commits: {stored:,} bytes, {seconds:.0f} s")
-            print(f"before, holding the first:  {load(url, held, run.now)}")
-            print(f"before, holding nothing:    {load(url, None, run.now)}")
-            start = time.perf_counter()
-            done = repository.compact(reverse=arguments.reverse)
-            seconds = time.perf_counter() - start
-            print(
-                f"compact: {done.patches} patches, {done.back} back, {done.bases} bases in {done.swaps} swaps: "
-                f"{done.nbytes:,} bytes ({done.nbytes / stored:.2f} of the commits), {seconds:.0f} s"
-            )
-            for tree in (held / "trees").iterdir():  # the first load kept the last version as well
-                tree.unlink()
-            load(url, held, first, "main@{step=0}")
-            made = repository.plan("main@{step=0}")
-            print(f"after, holding the first:   {load(url, held, run.now)}; {made.patches} patches")
-            made = repository.plan(None)
-            print(f"after, holding nothing:     {load(url, None, run.now)}; {made.patches} patches after the base")
-            print(f"one direct patch:           {direct(repository)}")
-            base = next(edge for edge in repository.entry("main@{step=0}").place.edges if edge.source is None)
-            print(f"a base of the last version: {base.nbytes:31,} bytes of payload, about")
+        url = Path(name) / "repository"
+        measure(
+            lambda **options: weightvc.init(url, **options),
+            lambda **options: weightvc.open(url, **options),
+            Path(name),
+            versions=arguments.versions,
+            elements=arguments.elements,
+            reverse=arguments.reverse,
+        )
 
 
 class Bits:
