@@ -43,10 +43,12 @@ if TYPE_CHECKING:
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.group import Group
+    from weightvc.mirroring import Mirror, mirror
     from weightvc.objects.retention import Policy, Rules
     from weightvc.objects.version import Edge, Version
     from weightvc.protocol.compact import Compacted
     from weightvc.protocol.fsck import FsckReport
+    from weightvc.protocol.mirror import Mirrored
     from weightvc.protocol.plan import Plan
     from weightvc.protocol.rebuild import Rebuilt
     from weightvc.protocol.survey import Damage, Sufferer
@@ -72,6 +74,9 @@ _LAZY = {
     "Policy": "weightvc.objects.retention",
     "Rules": "weightvc.objects.retention",
     "Edge": "weightvc.objects.version",
+    "Mirror": "weightvc.mirroring",
+    "Mirrored": "weightvc.protocol.mirror",
+    "mirror": "weightvc.mirroring",
     "Plan": "weightvc.protocol.plan",
     "Version": "weightvc.objects.version",
     "Damage": "weightvc.protocol.survey",
@@ -107,6 +112,8 @@ __all__ = [
     "GroupSplit",
     "KeyExists",
     "KeyNotFound",
+    "Mirror",
+    "Mirrored",
     "NotFound",
     "Plan",
     "Policy",
@@ -139,6 +146,7 @@ __all__ = [
     "engines",
     "fsck",
     "init",
+    "mirror",
     "open",
 ]
 

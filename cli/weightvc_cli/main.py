@@ -39,10 +39,11 @@ COMMANDS: Final = {
     "gc": "maintenance",
     "maintain": "maintenance",
     "fsck": "recovery",
+    "mirror": "mirror",
 }
 INSTEAD: Final = {
     "add": "`weightvc commit PATH` takes all that lies there",
-    "clone": "`weightvc checkout REF DIR` needs no copy of the repository",
+    "clone": "`weightvc checkout REF DIR` needs no copy of the repository; `weightvc mirror` makes one",
     "fetch": "`weightvc pull REF --into DIR` fetches",
     "merge": "weights are not merged; `weightvc commit --parent REF` records a further parent",
     "push": "`weightvc commit` has published already",

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -69,15 +71,11 @@ def follow(
     from weightvc.errors import AccessDenied, Conflict, EngineError, NotFound, StoreError
     from weightvc.targets import Slots
 
-    log = logging.getLogger("weightvc")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.addHandler(_Notes(settings))
     engine = _engine(engine_url, mode, cache_keys) if engine_url is not None else None
     stop = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
-        with settings.open() as repository:
+        with noted(settings), settings.open() as repository:
             slots = Slots(target)
             if (held := slots.holds) is not None:
                 # Nothing more may come for long, where that is the newest.
@@ -120,6 +118,20 @@ def _engine(named: str, mode: str, cache_keys: bool) -> "Engine":
     key = os.environ.get("WEIGHTVC_ENGINE_KEY") or None
     made: Engine = kinds[kind](url, mode=mode, key=key, cache_keys=cache_keys)
     return made
+
+
+@contextmanager
+def noted(settings: Settings) -> Iterator[None]:
+    """What following has to wait for is noted on stderr."""
+    log = logging.getLogger("weightvc")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    notes = _Notes(settings)
+    log.addHandler(notes)
+    try:
+        yield
+    finally:
+        log.removeHandler(notes)
 
 
 class _Notes(logging.Handler):

@@ -73,7 +73,7 @@ def of_copy(root: Root) -> Live:
 def _directly(root: Root) -> Iterator[str]:
     yield from (ref.key for ref in root.segments)
     yield from (name for name in (root.tags, root.collector) if name is not None)
-    yield from _keys(root.extra)
+    yield from keys_in(root.extra)
 
 
 def named(entry: Entry) -> Iterator[str]:
@@ -85,10 +85,10 @@ def named(entry: Entry) -> Iterator[str]:
             yield place.layout
         yield from place.files
     if entry.extra:
-        yield from _keys(entry.extra)
+        yield from keys_in(entry.extra)
 
 
-def _keys(value: Any) -> Iterator[str]:
+def keys_in(value: Any) -> Iterator[str]:
     """Whatever looks like a key in fields that we do not know: a later writer may mean it."""
     if isinstance(value, str):
         try:
@@ -98,8 +98,8 @@ def _keys(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         for name, one in value.items():
-            yield from _keys(name)
-            yield from _keys(one)
+            yield from keys_in(name)
+            yield from keys_in(one)
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _keys(one)
+            yield from keys_in(one)

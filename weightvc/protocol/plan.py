@@ -181,9 +181,10 @@ def plan(finder: Finder, entry: Entry, held: Set[str] = frozenset(), failed: Map
     return Plan(entry, start, tuple(steps))
 
 
-def needed(entries: Iterable[Entry], kept: Set[str]) -> dict[str, Step]:
+def needed(entries: Iterable[Entry], kept: Set[str], held: Set[str] = frozenset()) -> dict[str, Step]:
     """What has to stay so that every version of `kept` can be read from nothing: those versions and, where patches
-    lead to them through others, as few of these as can be, each by its id with the step that leads to it.
+    lead to them through others, as few of these as can be, each by its id with the step that leads to it. Versions
+    that are `held` are there already, and no step leads to them.
 
     A version of `kept` that is not among the keys cannot be read from nothing even now.
     """
@@ -198,11 +199,12 @@ def needed(entries: Iterable[Entry], kept: Set[str]) -> dict[str, Step]:
     def reach(cost: int, steps: list[Step]) -> None:
         for step in steps:
             ident = step.entry.new or ""
-            if ident not in taken:
+            if ident not in taken and ident not in held:
                 waiting.append(step)
                 heapq.heappush(heap, (cost + step.cost + (0 if ident in kept else AWAY), ident, len(waiting) - 1))
 
-    reach(0, out.get(None, []))
+    for start in (None, *held):
+        reach(0, out.get(start, []))
     while heap:
         cost, ident, number = heapq.heappop(heap)
         if ident not in taken:

@@ -1,0 +1,75 @@
+"""weightvc mirror: end to end by command."""
+
+import json
+import os
+import signal
+import subprocess
+
+from tests.cli.conftest import Shell, command
+from tests.kit.seaweed import Seaweed
+
+
+def test_mirrors_and_says_what_it_did(shell: Shell, history: dict[str, str]) -> None:
+    assert "weightvc init" in shell.fails(3, "mirror", ".weightvc", "near")
+    shell.run("init", "near")
+    said = shell.json("mirror", ".weightvc", "near")
+    assert (said["branch"], said["id"], said["versions"], said["old"]) == ("main", history["merge"], 4, None)
+    assert shell.out("mirror", ".weightvc", "near") == f"main is at {history['merge'][:12]}: nothing to copy\n"
+    new = shell.commit(5)
+    assert shell.out("mirror", ".weightvc", "near").startswith(f"main is at {new[:12]}: 1 versions, ")
+    assert shell.json("mirror", ".weightvc", "near", "-b", "exp")["versions"] == 0
+    for ref in ("main", "exp"):
+        assert shell.json("log", ref, "-r", "near")[0]["id"] == shell.json("log", ref)[0]["id"]
+    # A directory that was checked out from the one goes on with the other.
+    shell.run("checkout", "main~1", "served")
+    shell.run("checkout", "main", "served", "-r", "near")
+    assert shell.json("status", "served", "-r", "near")["version"] == new
+    shell.run("fsck", "-r", "near", "--read-data", "100")
+    shell.run("reset", "main", "main~1", "--rewind")
+    assert "(rewound)" in shell.out("mirror", ".weightvc", "near")
+    assert "mirrored from" in shell.out("reflog", "-r", "near")
+
+
+def test_a_mirror_with_commits_of_its_own_is_refused(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("init", "near")
+    shell.run("mirror", ".weightvc", "near")
+    shell.run("commit", "1.safetensors", "-m", "own", "-r", "near")
+    shell.commit(5)
+    assert "versions of its own" in shell.fails(4, "mirror", ".weightvc", "near")
+    assert "versions of its own" in shell.fails(4, "mirror", ".weightvc", "near", "--every", "0.05")
+    assert "versions of its own" not in shell.fails(8, "mirror", ".weightvc", "near", "--every", "nan")
+
+
+def test_to_s3_and_on_until_it_is_ended(shell: Shell, history: dict[str, str], seaweed: Seaweed) -> None:
+    place = seaweed.place()
+    env = {
+        "AWS_ACCESS_KEY_ID": place.options["access_key"],
+        "AWS_SECRET_ACCESS_KEY": place.options["secret_key"],
+        "AWS_REGION": "us-east-1",
+    }
+    url = f"{place.url}?endpoint_url={seaweed.endpoint_url}"
+    shell.run("init", url, env=env)
+    running = subprocess.Popen(
+        [*command(), "mirror", ".weightvc", url, "--every", "0.05", "--json"],
+        cwd=shell.cwd,
+        env={**os.environ, **shell.env, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert running.stdout is not None
+        assert json.loads(running.stdout.readline())["id"] == history["merge"]
+        new = shell.commit(5)
+        assert json.loads(running.stdout.readline())["id"] == new
+    finally:
+        running.send_signal(signal.SIGTERM)
+        _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (0, "")
+    # And back: the endpoint of one side is in its URL, the other is a directory.
+    shell.run("init", "back")
+    shell.run("mirror", url, "back", "--last", "2", env=env)
+    log = shell.json("log", "-r", "back")
+    assert {one["id"] for one in log} == {one["id"] for one in shell.json("log")}
+    shell.run("checkout", "main", "served", "-r", "back")
+    shell.run("verify", "served", "main", "-r", ".weightvc")
