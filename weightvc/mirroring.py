@@ -67,7 +67,13 @@ class Mirror:
         self.target = target
         self.branch = branch
         self._mirroring = Mirroring(
-            source._shelf, target._shelf, branch, target.author, lambda: time.time_ns() // 1000, last
+            source._shelf,
+            target._shelf,
+            branch,
+            target.author,
+            lambda: time.time_ns() // 1000,
+            last=last,
+            progress=target.progress,
         )
 
     def run(self, stop: threading.Event | None = None) -> Mirrored:

@@ -11,7 +11,7 @@ import click
 
 from weightvc_cli.output import as_json, size
 from weightvc_cli.rollout import noted
-from weightvc_cli.settings import Settings, json_option, repository_option
+from weightvc_cli.settings import Settings, json_option, progress, repository_option
 
 if TYPE_CHECKING:
     from weightvc.protocol.mirror import Mirrored
@@ -62,7 +62,8 @@ def _opened(settings: Settings, url: str) -> "Iterator[Repository]":
     options = settings.options()
     said = parse_qs(url.partition("?")[2]) if url.startswith("s3://") else ("endpoint_url", "region", "profile")
     settings.opened = url
-    with weightvc.open(url, lazy=True, **{k: v for k, v in options.items() if k not in said}) as repository:
+    options = {name: value for name, value in options.items() if name not in said}
+    with progress("mirror") as bar, weightvc.open(url, lazy=True, progress=bar, **options) as repository:
         try:
             yield repository
         finally:

@@ -24,7 +24,7 @@ def test_mirrors_and_says_what_it_did(shell: Shell, history: dict[str, str]) -> 
     shell.run("checkout", "main~1", "served")
     shell.run("checkout", "main", "served", "-r", "near")
     assert shell.json("status", "served", "-r", "near")["version"] == new
-    shell.run("fsck", "-r", "near", "--read-data", "100")
+    shell.run("fsck", "-r", "near", "--read-data")
     shell.run("reset", "main", "main~1", "--rewind")
     assert "(rewound)" in shell.out("mirror", ".weightvc", "near")
     assert "mirrored from" in shell.out("reflog", "-r", "near")

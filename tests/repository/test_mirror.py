@@ -140,7 +140,12 @@ def test_branches_merges_and_what_they_share():
 def test_what_compaction_adds_is_copied_too_and_a_reader_far_behind_uses_it(tmp_path):
     source, target = fresh(), fresh()
     ids = commits(source, range(9))
-    assert weightvc.mirror(source, target).ways == 0
+    told: list[tuple[int, int]] = []
+    target.progress = lambda done, total: told.append((done, total))
+    done = weightvc.mirror(source, target)
+    assert done.ways == 0
+    assert told == sorted(told)
+    assert told[-1][0] == done.nbytes <= told[-1][1] < 2 * done.nbytes
     source.compact(reverse=True, share=100)
     done = weightvc.mirror(source, target)
     assert done.ways == sum(len(e.place.ways) for e in source.entries()) > 5

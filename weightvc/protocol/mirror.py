@@ -118,10 +118,19 @@ class Mirroring:
     """Copies one branch, again and again: it remembers what it has seen of the two catalogues."""
 
     def __init__(
-        self, source: Shelf, target: Shelf, branch: str, author: str, now: Callable[[], int], last: int | None = None
+        self,
+        source: Shelf,
+        target: Shelf,
+        branch: str,
+        author: str,
+        now: Callable[[], int],
+        *,
+        last: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`branch` is a name, or HEAD; `now` gives microseconds since the epoch, for the mirror's reflog. Raises
-        Refused for `last` that is no number from 1."""
+        """`branch` is a name, or HEAD; `now` gives microseconds since the epoch, for the mirror's reflog; `progress`
+        is called with bytes that were written, and all that will be, about. Raises Refused for `last` that is no
+        number from 1."""
         if last is not None and (type(last) is not int or last < 1):
             raise Refused(f"last={last!r:.100}: give how many of the newest versions are copied, 1 at least")
         self._source = source
@@ -130,6 +139,7 @@ class Mirroring:
         self._author = author
         self._now = now
         self._last = last
+        self._progress = progress
         self._looked: object = None
         """The source's entries with ways, when they were last compared."""
 
@@ -228,6 +238,7 @@ class _Attempt:
         (None while it is on its way)."""
         self._lock = threading.Lock()
         self._counts = threading.Lock()
+        self._total = 0
 
     @property
     def sequence(self) -> int:
@@ -260,6 +271,7 @@ class _Attempt:
     def run(self) -> None:
         """Copy what is missing, and move the branch."""
         batches = list(_batches(self._plan()))
+        self._total = sum(way.nbytes for batch in batches for item in batch for way in item.ways)
         for i, batch in enumerate(batches or [[]]):
             if self._stop is not None and self._stop.is_set():
                 return
@@ -472,6 +484,8 @@ class _Attempt:
         with self._counts:
             self.done.objects += 1
             self.done.nbytes += len(data)
+            if self._mirroring._progress is not None:
+                self._mirroring._progress(self.done.nbytes, max(self._total, self.done.nbytes))
         return name
 
     # Publishing
