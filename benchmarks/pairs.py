@@ -117,7 +117,7 @@ class Pair:
             tensor, within, _ = schema.span(low)
             if within == 0:
                 end = (end + 63) // 64 * 64
-            cuts = tuple(schema.cuts(low, high))
+            cuts = tuple(schema.cuts(low, high).tolist())
             blocks.append(Span(schema.tensors[tensor].dtype, end, end + cuts[-1], cuts))
             for chunk, at in zip(range(low, high), cuts):
                 tensor, within, _ = schema.span(chunk)

@@ -13,13 +13,17 @@ import json
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import blake3 as _blake3
 import zstandard
 
 from weightvc.errors import Corrupt, Refused, Unsupported
 from weightvc.objects import expect
+
+if TYPE_CHECKING:
+    import numpy
+    import numpy.typing
 
 MAGIC: Final = b"WVC"
 FORMAT: Final = 1
@@ -79,15 +83,15 @@ def digest(data: Buffer) -> bytes:
     return _blake3.blake3(data).digest()
 
 
-def digests(data: Buffer, cuts: Sequence[int]) -> bytes:
+def digests(data: Buffer, cuts: "Sequence[int] | numpy.typing.NDArray[numpy.int64]") -> bytes:
     """blake3 of each piece of `data` between two neighbouring `cuts`, one after the other."""
     if len(cuts) > _MANY:
         from weightvc_kernels import hashes
 
         if hashes.worth(len(cuts) - 1):
-            return hashes.digests(data, list(cuts))
+            return hashes.digests(data, cuts)
     view, new = memoryview(data), _blake3.blake3
-    return b"".join([new(view[a:b]).digest() for a, b in pairwise(cuts)])
+    return b"".join([new(view[a:b]).digest() for a, b in pairwise(map(int, cuts))])
 
 
 def canonical(value: Any) -> bytes:

@@ -258,7 +258,7 @@ def blocks(schema: Schema, sources: Sequence[int] | None) -> list[tuple[int, int
     n, positions = schema.chunks, schema.positions
     begins = np.zeros(n + 1, np.bool_)
     # A large chunk stands alone.
-    lone = np.diff(np.array(positions)) >= LONE
+    lone = np.diff(schema.edges) >= LONE
     begins[:n] |= lone
     begins[1:] |= lone
     begins[[first for first, _ in schema.dtype_runs]] = True

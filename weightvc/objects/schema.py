@@ -7,16 +7,22 @@ also the order of the canonical stream: all tensors' bytes, one after the other.
 
 import json
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, chain, compress, groupby, islice, pairwise, repeat
-from operator import itemgetter, lt
-from typing import Any, Final
+from operator import add, itemgetter, lt
+from typing import TYPE_CHECKING, Any, Final
 
 from weightvc.errors import BadTensor, Corrupt, Unsupported
 from weightvc.objects import dtypes, expect, frame
 from weightvc.objects.tensor import INFO, TensorInfo
+
+if TYPE_CHECKING:
+    import numpy
+    import numpy.typing
+
+    Numbers = numpy.typing.NDArray[numpy.int64]
 
 CHUNK: Final = 4 << 20
 """Bytes of a chunk: the unit of digests, fixed in format 1."""
@@ -28,11 +34,11 @@ class Schema:
     def __init__(self, tensors: Sequence[TensorInfo]) -> None:
         # There may be hundreds of thousands: what is done here a tensor is done in C.
         self.tensors: list[TensorInfo] = list(tensors)
-        keys = [tensor[:2] for tensor in self.tensors]
+        keys = list(map(itemgetter(0, 1), self.tensors))
         if not all(map(lt, keys, islice(keys, 1, None))):
             name = next(two[1] for one, two in pairwise(keys) if two <= one)
             raise BadTensor(f"tensor {name[:200]!r} stands twice, or out of order")
-        sizes = [tensor[4] for tensor in self.tensors]
+        sizes = list(map(itemgetter(4), self.tensors))
         self._single = bool(sizes) and min(sizes) > 0 and max(sizes) <= CHUNK
         """Whether each tensor is one chunk."""
         counts = repeat(1, len(sizes)) if self._single else (-(-size // CHUNK) for size in sizes)
@@ -59,9 +65,9 @@ class Schema:
     @cached_property
     def dtype_runs(self) -> list[tuple[int, str]]:
         """Where chunks of another dtype than that of the chunk before begin: the first chunk, and the dtype."""
-        held = compress(
-            zip((tensor[2] for tensor in self.tensors), self.first_chunk), map(itemgetter(4), self.tensors)
-        )
+        if len({dtype for dtype, _ in self.kinds[0]}) == 1:
+            return [(0, self.tensors[0].dtype)] if self.chunks else []
+        held = compress(zip(map(itemgetter(2), self.tensors), self.first_chunk), map(itemgetter(4), self.tensors))
         return [(next(run)[1], dtype) for dtype, run in groupby(held, key=itemgetter(0))]
 
     @cached_property
@@ -71,6 +77,13 @@ class Schema:
         return [next(run)[0] for _, run in groupby(lanes, key=itemgetter(1))]
 
     @cached_property
+    def kinds(self) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
+        """The distinct pairs of dtype and shape, and which of them each tensor has: few stand behind many tensors."""
+        keys = list(map(itemgetter(2, 3), self.tensors))
+        number = {kind: i for i, kind in enumerate(dict.fromkeys(keys))}
+        return list(number), list(map(number.__getitem__, keys))
+
+    @cached_property
     def index(self) -> dict[tuple[str, str], int]:
         """Position of each tensor by (component, name)."""
         return {(tensor.component, tensor.name): i for i, tensor in enumerate(self.tensors)}
@@ -78,14 +91,16 @@ class Schema:
     @cached_property
     def elements(self) -> int:
         """Elements of all tensors."""
-        sizes: dict[str, int] = defaultdict(int)
-        for _, _, dtype, _, nbytes in self.tensors:
-            sizes[dtype] += nbytes
-        return sum(8 * nbytes // dtypes.bits(dtype) for dtype, nbytes in sizes.items())
+        kinds, numbers = self.kinds
+        return sum(dtypes.count(kinds[number][1]) * times for number, times in Counter(numbers).items())
 
     def tensor_of(self, chunk: int) -> int:
         """The tensor that `chunk` belongs to."""
         return bisect_right(self.first_chunk, chunk) - 1
+
+    def chunks_of(self, tensor: int) -> int:
+        """The number of chunks of a tensor."""
+        return self.first_chunk[tensor + 1] - self.first_chunk[tensor]
 
     def span(self, chunk: int) -> tuple[int, int, int]:
         """(tensor, start, stop): the bytes of `chunk` inside its tensor."""
@@ -111,29 +126,43 @@ class Schema:
         """Bytes of each chunk in [low, high)."""
         return [b - a for a, b in pairwise(self.positions[low : high + 1])]
 
-    def cuts(self, low: int, high: int) -> list[int]:
+    @cached_property
+    def edges(self) -> "Numbers":
+        """`positions` as an array, made when it is first asked for as they are."""
+        import numpy
+
+        return numpy.array(self.positions, numpy.int64)
+
+    def cuts(self, low: int, high: int) -> "Numbers":
         """Where chunks [low, high) begin, and where the last ends, counted from the first."""
-        origin = self.positions[low]
-        return [position - origin for position in self.positions[low : high + 1]]
+        cuts: Numbers = self.edges[low : high + 1] - self.edges[low]
+        return cuts
+
+    @cached_property
+    def alike(self) -> "list[Numbers]":
+        """The tensors of each of `kinds`."""
+        import numpy
+
+        kinds, numbers = self.kinds
+        order = numpy.argsort(numpy.array(numbers, numpy.int64), kind="stable")
+        ends = numpy.cumsum(numpy.bincount(numbers, minlength=len(kinds)))
+        return numpy.split(order, ends[:-1]) if kinds else []
 
     @cached_property
     def canonical(self) -> bytes:
         """Canonical JSON of the schema; its blake3 is the schema's digest."""
         # As frame.canonical() would make it, but that few distinct ends stand behind many tensors.
-        ends: dict[tuple[str, tuple[int, ...]], str] = {}
-        components = []
+        kinds, numbers = self.kinds
+        components, at = [], 0
         try:
-            for component, rows in groupby(self.tensors, key=itemgetter(0)):
-                tensors = list(rows)
-                for kind in {tensor[2:4] for tensor in tensors}:
-                    ends[kind] = frame.canonical([kind[0], list(kind[1])])[1:].decode()
+            ends = ["," + frame.canonical([dtype, list(shape)])[1:].decode() for dtype, shape in kinds]
+            for component, count in Counter(map(itemgetter(0), self.tensors)).items():
+                part = slice(at, at := at + count)
                 # JSON has no raw newline inside a text.
-                names = json.dumps([tensor[1] for tensor in tensors], ensure_ascii=False, separators=("\n", ":"))
-                listed = [
-                    f"[{name},{ends[tensor[2:4]]}"
-                    for name, tensor in zip(names[1:-1].split("\n"), tensors, strict=True)
-                ]
-                components.append(f"{frame.canonical(component).decode()}:[{','.join(listed)}]")
+                names = [tensor[1] for tensor in self.tensors[part]]
+                quoted = json.dumps(names, ensure_ascii=False, separators=("\n", ":"))[1:-1].split("\n")
+                rows = map(add, quoted, map(ends.__getitem__, numbers[part]))
+                components.append(f"{frame.canonical(component).decode()}:[[{',['.join(rows)}]")
             return f'{{"components":{{{",".join(components)}}},"weightvc":"schema 1"}}'.encode()
         except UnicodeEncodeError:
             raise BadTensor("a tensor name holds a lone surrogate, which UTF-8 cannot say: rename it") from None

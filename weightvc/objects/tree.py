@@ -6,7 +6,6 @@ tree    blake3 of canonical ["tree 1", schema digest], a newline, and its tensor
 """
 
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 from weightvc.errors import Corrupt
 from weightvc.objects import frame
@@ -31,15 +30,7 @@ class Tree:
     @cached_property
     def tensors(self) -> list[bytes]:
         """Digest of each tensor, in schema order."""
-        prefixes: dict[tuple[str, tuple[int, ...]], bytes] = {}
-        for kind in {tensor[2:4] for tensor in self.schema.tensors}:
-            prefixes[kind] = frame.canonical(["tensor 1", kind[0], list(kind[1])]) + b"\n"
-        digests = self.digests
-        texts = [
-            prefixes[tensor[2:4]] + digests[32 * a : 32 * b]
-            for tensor, (a, b) in zip(self.schema.tensors, pairwise(self.schema.first_chunk), strict=True)
-        ]
-        joined = frame.digests(b"".join(texts), list(accumulate(map(len, texts), initial=0)))
+        joined = self._joined
         return [joined[at : at + 32] for at in range(0, len(joined), 32)]
 
     def differing(self, other: "Tree") -> list[int]:
@@ -49,7 +40,33 @@ class Tree:
         return [i for i, (tensor, digest) in enumerate(mine) if there.get(tensor) != digest]
 
     @cached_property
+    def _joined(self) -> bytes:
+        """Digests of all tensors. Their texts are made a kind at a time: those of a kind are equally long."""
+        import numpy as np
+
+        alike = self.schema.alike
+        if not alike:
+            return b""
+        first = np.array(self.schema.first_chunk)
+        digests = np.frombuffer(self.digests, np.uint8).reshape(-1, 32)
+        texts, sizes = [], []
+        for (dtype, shape), group in zip(self.schema.kinds[0], alike, strict=True):
+            prefix = frame.canonical(["tensor 1", dtype, list(shape)]) + b"\n"
+            begins = first[group]
+            chunks = np.arange(first[group[0] + 1] - begins[0])
+            text = np.empty((len(group), len(prefix) + 32 * len(chunks)), np.uint8)
+            text[:, : len(prefix)] = np.frombuffer(prefix, np.uint8)
+            text[:, len(prefix) :] = digests[begins[:, None] + chunks].reshape(len(group), -1)
+            texts.append(text.reshape(-1))
+            sizes.append(np.full(len(group), text.shape[1]))
+        cuts = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+        found = np.frombuffer(frame.digests(np.concatenate(texts).data, cuts), np.uint8).reshape(-1, 32)
+        joined = np.empty_like(found)
+        joined[np.concatenate(alike)] = found
+        return joined.tobytes()
+
+    @cached_property
     def digest(self) -> str:
         """The tree digest, hex."""
         head = frame.canonical(["tree 1", self.schema.digest]) + b"\n"
-        return frame.digest(head + b"".join(self.tensors)).hex()
+        return frame.digest(head + self._joined).hex()
