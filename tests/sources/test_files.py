@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import threading
+from itertools import accumulate
 
 import fsspec
 import numpy as np
@@ -220,6 +221,30 @@ def test_shards_with_an_index(tmp_path, write):
     source = open_files(tmp_path)
     assert list(content(source)) == [("", "a"), ("", "b"), ("", "c"), ("sub", "c")]
     assert len(files(source)) == 5
+
+
+def test_shards_of_many_tensors_are_read_in_order(tmp_path, write):
+    """Those of three files of one size lie between each other; and again, with what is remembered of the headers."""
+    sizes = [4, 2, 0, 6]
+    shards: list[dict[str, np.ndarray]] = [{}, {}, {}]
+    for i in range(3600):
+        shards[i // 5 % 3][f"{i:04}"] = np.full(sizes[i // 15 % 4], i, "<u2")
+    held = {("", name): ("U16", array.shape, array.tobytes()) for shard in shards for name, array in shard.items()}
+    for i, shard in enumerate(shards):
+        write(f"c/{i}.safetensors", safetensors.numpy.save(shard))
+    assert len({(tmp_path / f"c/{i}.safetensors").stat().st_size for i in range(3)}) == 1
+    joined = b"".join(data for _, (_, _, data) in sorted(held.items()))
+    for _ in range(2):
+        source = open_files(tmp_path / "c")
+        assert content(source) == held
+        ends = [0, *accumulate(info.nbytes for info in source.tensors)]
+        for first, last in ((0, 3600), (0, 1), (3, 7), (4, 17), (1000, 1500), (3599, 3600)):
+            assert bytes(source.read_run(first, last)) == joined[ends[first] : ends[last]]
+    shards[2]["0003"] = np.zeros(1, "<u2")
+    write("c/2.safetensors", safetensors.numpy.save(shards[2]))
+    for _ in range(2):
+        with pytest.raises(BadFile, match=r"'0003' is in '.\.safetensors' and in '.\.safetensors'"):
+            open_files(tmp_path / "c")
 
 
 @pytest.mark.parametrize(

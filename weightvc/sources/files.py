@@ -5,8 +5,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from itertools import islice, pairwise
-from operator import add, eq, itemgetter
+from functools import lru_cache
+from itertools import pairwise, repeat
 
 from weightvc.errors import BadFile, BadName
 from weightvc.sources.base import Layout, LayoutFile, Source, TensorInfo
@@ -74,26 +74,20 @@ class FileSource:
     def __init__(self, files: Files, headers: dict[str, tuple[str, Header]], side: list[LayoutFile]) -> None:
         """`headers` gives each weights file's place in `files` and header by its path in the layout."""
         self._files = files
-        weights: list[LayoutFile] = []
-        infos: list[TensorInfo] = []
-        begins: list[int] = []
-        places: list[str] = []
+        weights = [
+            LayoutFile(path, files.sizes[place], header.prefix, weights=True)
+            for path, (place, header) in headers.items()
+        ]
         with collector_paused():
-            for path, (place, header) in headers.items():
-                mine, at = header.sorted(path.rpartition("/")[0])
-                weights.append(LayoutFile(path, files.sizes[place], header.prefix, weights=True))
-                # Of a single file, the very list that was there before: schemas are then seen to be the same at once.
-                infos, begins = (mine, at) if len(headers) == 1 else (infos + mine, begins + at)
-                places += [place] * len(mine)
-            if len(headers) > 1:
-                infos, places, begins = _merged(infos, places, begins)
+            if len(headers) == 1:
+                # The very list that was there before: schemas are then seen to be the same at once.
+                ((path, (place, header)),) = headers.items()
+                infos, self._begins, self._breaks = header.sorted(path.rpartition("/")[0])
+                self._places = [place] * len(infos)
+            else:
+                found = tuple((path, place, header) for path, (place, header) in headers.items())
+                infos, self._places, self._begins, self._breaks = _merged(found)
             self.tensors: Sequence[TensorInfo] = infos
-            self._places = places
-            self._begins = begins
-            # Where a tensor does not follow the one before in its file: those up to there are read at once.
-            ends = map(add, begins, map(itemgetter(4), infos))
-            joined = map(eq, zip(places, ends), zip(islice(places, 1, None), islice(begins, 1, None)))
-            self._breaks = [i for i, follows in enumerate(joined, 1) if not follows]
         self.layout: Layout | None = Layout(tuple(sorted(weights + side, key=lambda file: file.path)))
 
     @property
@@ -126,15 +120,23 @@ class FileSource:
         self._files.close()
 
 
+@lru_cache(2)
 def _merged(
-    infos: list[TensorInfo], places: list[str], begins: list[int]
-) -> tuple[list[TensorInfo], list[str], list[int]]:
-    """The tensors of several files in order. Raises BadFile if one is in two."""
-    found = sorted(zip(infos, places, begins, strict=True))
-    for (one, first, _), (two, second, _) in pairwise(found):
+    headers: tuple[tuple[str, str, Header], ...],
+) -> tuple[list[TensorInfo], list[str], list[int], list[int]]:
+    """The tensors of several files (path in the layout, place, header) by name, their places, where they begin there,
+    and which do not begin where the one before ends. Raises BadFile if one is in two."""
+    rows: list[tuple[TensorInfo, str, int]] = []
+    for path, place, header in headers:
+        infos, begins, _ = header.sorted(path.rpartition("/")[0])
+        rows += zip(infos, repeat(place), begins)
+    rows.sort()
+    for (one, first, _), (two, second, _) in pairwise(rows):
         if one.name == two.name and one.component == two.component:
             raise BadFile(f"tensor {shown(one.name)} is in {first!r} and in {second!r}: keep one, or exclude a file")
-    return [row[0] for row in found], [row[1] for row in found], [row[2] for row in found]
+    borders = pairwise((place, begin, begin + info.nbytes) for info, place, begin in rows)
+    breaks = [i for i, (a, b) in enumerate(borders, 1) if (a[0], a[2]) != b[:2]]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], breaks
 
 
 def _open_single(files: Files, name: str) -> FileSource:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress, count, islice
+from operator import eq, itemgetter, not_
 from typing import Any
 
 from weightvc.errors import BadFile, BadTensor
@@ -31,22 +32,23 @@ _NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'[]{}":')
 
 Entry = tuple[str, str, tuple[int, ...], int, int]
 """A tensor of a file: name, dtype, shape, and its bytes [begin, end) from the start of the file."""
-Sorted = tuple[list[TensorInfo], list[int]]
-"""Tensors by name, and where in the file each begins."""
+Sorted = tuple[list[TensorInfo], list[int], list[int]]
+"""Tensors by name; where in the file each begins; and which of them do not begin where the one before ends."""
 
 
 _MANY = 1000
-_KEPT = 2
+_KEPT = 1 << 19
+"""Tensors of headers that are remembered, about."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Header:
     """What precedes the data (8 length bytes and the raw header), tensors in file order, the metadata."""
 
     prefix: bytes
     tensors: list[Entry]
     metadata: dict[str, str] | None
-    _sorted: dict[str, Sorted] = field(default_factory=dict, compare=False, repr=False)
+    _sorted: dict[str, Sorted] = field(default_factory=dict, repr=False)
 
     def sorted(self, component: str) -> Sorted:
         """The tensors by name, as those of a component; made once, since the next commit wants them again."""
@@ -54,12 +56,15 @@ class Header:
         if made is None:
             found = sorted(self.tensors)
             rows = ((component, name, dtype, shape, end - begin) for name, dtype, shape, begin, end in found)
-            made = self._sorted[component] = list(map(INFO, rows)), [row[3] for row in found]
+            begins = list(map(itemgetter(3), found))
+            follows = map(eq, map(itemgetter(4), found), islice(begins, 1, None))
+            breaks = list(compress(count(1), map(not_, follows)))
+            made = self._sorted[component] = list(map(INFO, rows)), begins, breaks
         return made
 
 
-_known: dict[int, Header] = {}
-"""The last headers of many tensors, by the size of their files."""
+_known: dict[tuple[int, bytes], Header] = {}
+"""The last headers of many tensors, by the size of their files and what precedes the data there."""
 
 
 def read_header(read_at: Callable[[int, int], bytes], size: int, where: str = "the file") -> Header:
@@ -85,16 +90,16 @@ def read_header(read_at: Callable[[int, int], bytes], size: int, where: str = "t
         )
     prefix = start[:end] if end <= len(start) else start + read_at(len(start), end)
     # A trainer commits the same header step after step: what was checked once is not checked again.
-    known = _known.get(size)
-    if known is not None and known.prefix == prefix:
+    known = _known.get((size, prefix))
+    if known is not None:
         return known
     with collector_paused():
         tensors, metadata = parse(prefix[8:], where)
         header = Header(prefix, _checked(tensors, end, size, where), metadata)
     if len(header.tensors) >= _MANY:
-        while len(_known) >= _KEPT:
+        _known[size, prefix] = header
+        while len(_known) > 2 and sum(len(one.tensors) for one in list(_known.values())) > _KEPT:
             _known.pop(next(iter(_known)), None)
-        _known[size] = header
     return header
 
 
