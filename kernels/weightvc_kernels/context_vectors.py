@@ -29,7 +29,7 @@ WIDE = _has_avx512()
 
 
 def _jit(function: Any, **options: Any) -> Any:
-    options |= {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+    options = {"nogil": True, **options, "boundscheck": False, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:
@@ -46,6 +46,11 @@ def _jit(function: Any, **options: Any) -> Any:
 def compiled(function: Any) -> Any:
     """An entry, compiled at its first call for each type of lane, and cached."""
     return _jit(function)
+
+
+def compiled_alone(function: Any) -> Any:
+    """An entry that no other thread of Python runs beside."""
+    return _jit(function, nogil=False)
 
 
 def inlined(function: Any) -> Any:

@@ -15,6 +15,7 @@ from weightvc.objects import dtypes
 from weightvc.sources import open_source
 from weightvc.sources.header import read_header
 from weightvc.sources.memory import NUMPY_DTYPES, TORCH_DTYPES, open_tensors, to_numpy, to_torch
+from weightvc_kernels import hashes
 
 from .contents import content
 
@@ -304,6 +305,46 @@ def test_runs_of_tensors_of_any_sort(chosen, one, two):
     assert [info[2:] for info in source.tensors] == [other.tensors[0][2:] for other in alone]
     wanted = b"".join([bytes(other.read(0, 0, other.tensors[0].nbytes)) for other in alone[first:last]])
     assert bytes(source.read_run(first, last)) == wanted
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_many_tensors_of_any_sort_are_what_each_is_alone(monkeypatch, compiled):
+    """Sorts beside each other, in and out of order, and again, when what was seen before is used."""
+    monkeypatch.setattr(hashes, "worth", lambda count: compiled)
+    sorts = assorted()
+    few = [*range(len(sorts)), *[0] * 1500, 7, *[4] * 1500, 8]
+    for chosen in (few, [0] * 1500, [0] * 1499 + [1], [3] * 1500, few):
+        for names in (sorted, lambda given: sorted(given, reverse=True)):
+            values = {name: sorts[k] for name, k in zip(names(f"{i:04}" for i in range(len(chosen))), chosen)}
+            source = open_tensors(values)
+            assert [info.name for info in source.tensors] == sorted(values)
+            alone = {id(value): open_tensors({"w": value}) for value in sorts}
+            wanted = []
+            for info in source.tensors:
+                one = alone[id(values[info.name])]
+                assert info[2:] == one.tensors[0][2:]
+                wanted.append(bytes(one.read(0, 0, info.nbytes)))
+            assert bytes(source.read_run(0, len(wanted))) == b"".join(wanted)
+            assert bytes(source.read_run(20, len(wanted) - 3)) == b"".join(wanted[20:-3])
+
+
+def test_what_has_changed_since_the_last_commit_is_seen():
+    """Names and sorts are remembered: a new shape, dtype, name, fault, or stride is none of those."""
+    values = {f"{i:04}": torch.full((2, 3), float(i)) for i in range(1200)}
+    assert content(open_tensors(values)) == content(open_tensors(dict(values)))
+    for changed in (torch.ones(6), torch.ones(2, 3, dtype=torch.int32), torch.ones(3, 2).t(), torch.ones(0, 3)):
+        found = content(open_tensors({**values, "0700": changed}))
+        assert found["", "0700"] == content(open_tensors({"w": changed}))["", "w"]
+        assert found["", "0701"][2] == raw(values["0701"])
+    with pytest.raises(BadTensor, match="'0700': a meta tensor"):
+        open_tensors({**values, "0700": torch.ones(2, 3, device="meta")})
+    with pytest.raises(BadTensor, match="a sparse_coo tensor"):
+        open_tensors({**values, "0700": torch.ones(2, 3).to_sparse()})
+    renamed = {("x" if name == "0700" else name): value for name, value in values.items()}
+    assert content(open_tensors(renamed))["", "x"] == content(open_tensors(values))["", "0700"]
+    assert [info.name for info in open_tensors(renamed).tensors] == sorted(renamed)
+    components = open_tensors({"a": values, "b": values})
+    assert [info[:2] for info in components.tensors] == [(part, name) for part in "ab" for name in sorted(values)]
 
 
 def test_a_tensor_that_was_let_go_of_is_not_read_past_its_end():

@@ -7,9 +7,9 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import string_at
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from itertools import compress, islice
+from operator import attrgetter, gt, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightvc.errors import BadFile, BadName, BadTensor, Refused
 from weightvc.objects import dtypes
@@ -51,6 +51,10 @@ _TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 NUMPY_DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if dtype != "F4"}
 """Format names by numpy's and ml_dtypes'."""
 
+_MANY = 1000
+_SEEN = 4
+"""Components of so many tensors that are remembered."""
+
 _KEPT = 2
 _KEPT_BYTES = 256 << 20
 
@@ -75,42 +79,73 @@ def open_tensors(tensors: Mapping[str, Any], where: str = "the mapping") -> "Mem
     lying = bytearray()
     faults: list[str] = []
     _check_components(components, where)
-    kinds = _Kinds()
     with collector_paused():
         for component, values in sorted(components.items()):
             if nested and not values:
                 faults.append(f"component {component!r} has no tensors")
-            names: list[Any] = list(values)
-            strings = {*map(type, names)} <= {str}
-            if strings:
-                names.sort()
-            chosen = [values[name] for name in names]
-            found = kinds.of(chosen)
-            plain = strings and METADATA not in values and all(map(str.isascii, names)) and _PASSED not in found
-            if not plain:
-                # Another look at each, and a fault for what cannot be kept.
-                kept = []
-                for i, (name, value) in enumerate(zip(names, chosen, strict=True)):
-                    fault = _name_fault(name) or tensor_fault(value)
-                    if fault:
-                        prefix = f"component {component!r}, " if component else ""
-                        faults.append(f"{prefix}{shown(name) if type(name) is str else repr(name)}: {fault}")
-                        continue
-                    kept.append(i)
-                    if found[i] is _PASSED:
-                        found[i] = (_ASIDE, *_kind(value))
-                names, found = [names[i] for i in kept], [found[i] for i in kept]
-                chosen = [chosen[i] for i in kept]
-            infos += [
-                INFO((component, name, dtype, shape, nbytes))
-                for name, (_, dtype, shape, nbytes) in zip(names, found, strict=True)
-            ]
-            held += chosen
-            lying += bytes(map(itemgetter(0), found))
+            made, chosen = _component(component, values, faults)
+            infos += made.infos
+            held += chosen if made.order is None else itemgetter(*made.order)(chosen)
+            lying += made.lying
     if faults:
         more = f"; and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise BadTensor(f"{where} has what cannot be kept: {'; '.join(faults[:10])}{more}")
     return MemorySource(infos, held, bytes(lying))
+
+
+class _Made(NamedTuple):
+    """A component's tensors in order: what they are, where their bytes are, and their places in the mapping."""
+
+    infos: list[TensorInfo]
+    lying: bytes
+    order: list[int] | None
+
+
+_Look = tuple[str, list[Any], bytes, list[Any], list[Any]]
+"""A component, its names, and what _look() says of the values."""
+_seen: list[tuple[_Look, _Made]] = []
+"""The last components of many tensors: a trainer commits the same step after step."""
+
+
+def _component(component: str, values: Mapping[str, Any], faults: list[str]) -> tuple[_Made, list[Any]]:
+    """The tensors of a component, and its values as they stand; `faults` of those that cannot be kept are added."""
+    names = list(values)
+    chosen = list(values.values()) if type(values) is dict else [values[name] for name in names]
+    look = (component, names, *_look(chosen))
+    return next((made for seen, made in _seen if seen == look), None) or _made(look, chosen, faults), chosen
+
+
+def _made(look: _Look, values: list[Any], faults: list[str]) -> _Made:
+    """The tensors of a component, and `faults` of those that cannot be kept."""
+    global _seen
+    component, names, lying, types, shapes = look
+    keys = list(zip(types, shapes, strict=True))
+    known = {key: _plain(value) for key, value in dict(zip(keys, values, strict=True)).items() if key[1] is not None}
+    found = [known.get(key, _PASSED) for key in keys]
+    strings = {*map(type, names)} <= {str}
+    order = None
+    if strings and any(map(gt, names, islice(names, 1, None))):
+        order = sorted(range(len(names)), key=names.__getitem__)
+        names, values, found = ([*itemgetter(*order)(column)] for column in (names, values, found))
+    plain = strings and METADATA not in names and all(map(str.isascii, names)) and _PASSED not in found
+    if not plain:
+        # Another look at each, and a fault for what cannot be kept.
+        for i, (name, value) in enumerate(zip(names, values, strict=True)):
+            fault = _name_fault(name) or tensor_fault(value)
+            if fault:
+                prefix = f"component {component!r}, " if component else ""
+                faults.append(f"{prefix}{shown(name) if type(name) is str else repr(name)}: {fault}")
+            elif found[i] is _PASSED:
+                found[i] = (_ASIDE, *_kind(value))
+    infos = [
+        INFO((component, name, dtype, shape, nbytes))
+        for name, (_, dtype, shape, nbytes) in zip(names, found, strict=True)
+    ]
+    made = _Made(infos, bytes(map(itemgetter(0), found)), order)
+    if plain and len(names) >= _MANY:
+        # The shapes of few kinds, instead of one a tensor.
+        _seen = [((component, look[1], lying, types, [known[key][2] for key in keys]), made), *_seen[: _SEEN - 1]]
+    return made
 
 
 def _check_components(components: Mapping[str, Any], where: str) -> None:
@@ -157,23 +192,26 @@ class MemorySource:
         """Bytes of `tensors[first:last]`, one after the other: a view if it is one tensor."""
         if last - first == 1:
             return self.read(first, 0, self.tensors[first].nbytes)
-        if {*self._lying[first:last]} == {_ARRAY}:
-            return b"".join(self._values[first:last])
-        pieces = []
-        for index in range(first, last):
-            nbytes, value = self.tensors[index].nbytes, self._values[index]
-            # Without a view of each, which takes longer than to copy what is small. Asked again, since nothing else
-            # would keep us inside of memory that was let go of meanwhile.
-            if (
-                self._lying[index] == _TENSOR
-                and value.nbytes == nbytes
-                and value.is_contiguous()
-                and (address := value.data_ptr())
-            ):
-                pieces.append(string_at(address, nbytes))
-            else:
-                pieces.append(bytes(self.read(index, 0, nbytes)))
-        return b"".join(pieces)
+        values, lying = self._values[first:last], self._lying[first:last]
+        if {*lying} == {_ARRAY}:
+            return b"".join(values)
+        import numpy
+
+        from weightvc_kernels import pieces
+
+        # Without a view of each, which takes longer than to copy what is small.
+        sizes = numpy.fromiter(map(itemgetter(4), self.tensors[first:last]), numpy.int64, len(values))
+        addresses = numpy.zeros(len(values), numpy.int64)
+        plain = numpy.frombuffer(lying, numpy.uint8) == _TENSOR
+        addresses[plain] = _addresses([*compress(values, plain.tolist())], sizes[plain])
+        others = []
+        for i in numpy.flatnonzero(addresses == 0).tolist():
+            data = self.read(first + i, 0, int(sizes[i]))
+            sizes[i] = len(data)
+            if data:
+                others.append(numpy.frombuffer(data, numpy.uint8))
+                addresses[i] = others[-1].ctypes.data
+        return pieces.gather(addresses, sizes)
 
     def check(self) -> None:
         """Nothing to check: the caller keeps the tensors as they are."""
@@ -195,48 +233,83 @@ class MemorySource:
             return view
 
 
-class _Kinds:
-    """Where tensors lie, and their dtype, shape and bytes. There may be hundreds of thousands: of those that are as
-    plain as most are, each distinct kind is looked at once."""
+def _look(values: list[Any]) -> tuple[bytes, list[Any], list[Any]]:
+    """Of each value that lies in main memory just as it is kept: where, its dtype and its shape; else _ASIDE and None
+    twice: such a value needs another look before it is refused, or laid out anew. There may be hundreds of thousands,
+    so each question is put to all of them at once."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    sorts: list[tuple[set[type], Callable[[list[Any]], tuple[bytes, list[Any], list[Any]]]]] = []
+    # Half loaded in another thread, they may lack these yet.
+    if torch is not None and hasattr(torch, "nn") and hasattr(torch.nn, "Parameter"):
+        sorts.append(({torch.Tensor, torch.nn.Parameter}, _look_at_tensors))
+    if numpy is not None and hasattr(numpy, "memmap"):
+        sorts.append(({numpy.ndarray, numpy.memmap}, _look_at_arrays))
+    kinds = list(map(type, values))
+    distinct = {*kinds}
+    lying, types, shapes = bytearray(len(values)), [None] * len(values), [None] * len(values)
+    for accepted, look in sorts:
+        if distinct <= accepted:
+            return look(values)
+        if distinct & accepted:
+            at = [i for i, kind in enumerate(kinds) if kind in accepted]
+            for i, *said in zip(at, *look([values[i] for i in at]), strict=True):
+                lying[i], types[i], shapes[i] = said
+    return bytes(lying), types, shapes
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, Any], _Kind] = {}
-        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        self._tensors: tuple[Any, ...] = ()
-        self._arrays: tuple[Any, ...] = ()
-        # Half loaded in another thread, they may lack these yet.
-        if torch is not None and hasattr(torch, "nn") and hasattr(torch.nn, "Parameter"):
-            self._tensors = (torch.Tensor, torch.nn.Parameter)
-            self._strided = torch.strided
-        if numpy is not None and hasattr(numpy, "memmap"):
-            self._arrays = (numpy.ndarray, numpy.memmap)
 
-    def of(self, values: Sequence[Any]) -> list["_Kind"]:
-        """The kind of each that lies in main memory just as it is kept; else _PASSED: such a value needs another look
-        before it is refused, or laid out anew."""
-        out, known = [], self._known
-        for value in values:
-            kind = type(value)
-            if kind in self._tensors:
-                # Without an address is a ZeroTensor, or an empty one.
-                plain = (
-                    value.is_cpu
-                    and value.layout is self._strided
-                    and not value.is_nested
-                    and value.is_contiguous()
-                    and not value.is_neg()
-                    and value.data_ptr()
-                )
-            else:
-                plain = kind in self._arrays and value.flags.c_contiguous
-            if plain:
-                key = value.dtype, value.shape
-                if key not in known:
-                    known[key] = _plain(value)
-                out.append(known[key])
-            else:
-                out.append(_PASSED)
-        return out
+def _look_at_tensors(values: list[Any]) -> tuple[bytes, list[Any], list[Any]]:
+    import torch
+
+    try:
+        # To ask a sparse tensor for its address raises, or a nested one for its shape. The address of a ZeroTensor, a
+        # meta tensor or an empty one is 0. Whether it is contiguous is asked when it is read.
+        shapes = list(map(attrgetter("shape"), values))
+        addresses = list(map(torch.Tensor.data_ptr, values))
+    except RuntimeError:
+        if len(values) == 1:
+            return bytes([_ASIDE]), [None], [None]
+        half = len(values) // 2
+        one, two = _look_at_tensors(values[:half]), _look_at_tensors(values[half:])
+        return one[0] + two[0], one[1] + two[1], one[2] + two[2]
+    near, negative = list(map(attrgetter("is_cpu"), values)), list(map(torch.Tensor.is_neg, values))
+    types = list(map(attrgetter("dtype"), values))
+    if all(addresses) and all(near) and not any(negative):
+        return bytes([_TENSOR]) * len(values), types, shapes
+    plain = [bool(address) and cpu and not flip for address, cpu, flip in zip(addresses, near, negative, strict=True)]
+    return _without(_TENSOR, plain, types, shapes)
+
+
+def _look_at_arrays(values: list[Any]) -> tuple[bytes, list[Any], list[Any]]:
+    plain = list(map(attrgetter("flags.c_contiguous"), values))
+    types, shapes = list(map(attrgetter("dtype"), values)), list(map(attrgetter("shape"), values))
+    return (bytes([_ARRAY]) * len(values), types, shapes) if all(plain) else _without(_ARRAY, plain, types, shapes)
+
+
+def _without(where: int, plain: list[Any], types: list[Any], shapes: list[Any]) -> tuple[bytes, list[Any], list[Any]]:
+    """The columns, without what is not plain."""
+    for i, is_plain in enumerate(plain):
+        if not is_plain:
+            types[i] = shapes[i] = None
+    return bytes([where if is_plain else _ASIDE for is_plain in plain]), types, shapes
+
+
+def _addresses(tensors: list[Any], sizes: Any) -> Any:
+    """Where torch tensors lie, 0 for one that is not contiguous memory of that size.
+
+    Asked just before they are copied, since nothing else would keep us inside of memory that was let go of meanwhile.
+    """
+    import numpy
+
+    if not tensors:
+        return 0
+    import torch
+
+    count = len(tensors)
+    nbytes = numpy.fromiter(map(attrgetter("nbytes"), tensors), numpy.int64, count)
+    whole = numpy.fromiter(map(torch.Tensor.is_contiguous, tensors), numpy.bool_, count)
+    addresses = numpy.fromiter(map(torch.Tensor.data_ptr, tensors), numpy.int64, count)
+    addresses[~whole | (nbytes != sizes)] = 0
+    return addresses
 
 
 def _plain(value: Any) -> "_Kind":
@@ -392,7 +465,8 @@ def to_torch(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -
         shape = (*shape[:-1], shape[-1] // 2)
     if len(data) == 0:
         return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(data, dtype=torch.uint8).view(kind).reshape(shape)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(kind)
+    return flat if len(shape) == 1 else flat.reshape(shape)
 
 
 def to_numpy(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -> "numpy.ndarray[Any, Any]":
