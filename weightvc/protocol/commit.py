@@ -23,6 +23,8 @@ from weightvc.protocol.shelf import MISSING, Shelf
 from weightvc.sources.base import Source
 
 Progress = Callable[[int, int], None]
+SAMPLE: Final = 256 << 10
+"""Bytes of a block of many small chunks that the tables are made from, about: a sixteenth of the largest."""
 SCHEMA_CHANGES: Final = 8
 """How often the schema may change between two bases."""
 
@@ -241,7 +243,8 @@ class Build:
         return _Block(low, high, joined, codec, payload, check, changed, float32, base)
 
     def _sample(self, chosen: tuple[bool, tuple[int, int]]) -> tuple[str, Any]:
-        """Statistics of a block: of parts of it where they are at hand, else of all of it if it is `whole`."""
+        """Statistics of a block: of parts of it where they are at hand, or of a run of many small chunks; else of all
+        of it if it is `whole`."""
         from weightvc_kernels import CodecError, context
 
         whole, (low, high) = chosen
@@ -266,10 +269,14 @@ class Build:
                     news.append(self._input.read(tensor, start + unit, start + end))
                 else:
                     return dtype, context.sample(b"".join(olds), b"".join(news), dtype, 1)
-            if not whole:
+            count, nbytes = high - low, schema.position(high) - schema.position(low)
+            if count > 1 and nbytes > SAMPLE:
+                count = max(1, count * SAMPLE // nbytes)
+            elif not whole:
                 return dtype, None
-            old = self._parent.bytes.read(source, source + high - low)
-            return dtype, context.sample(old, self._read(low, high), dtype, 1)
+            skip = (high - low - count) // 2
+            old = self._parent.bytes.read(source + skip, source + skip + count)
+            return dtype, context.sample(old, self._read(low + skip, low + skip + count), dtype, 1)
         except (Corrupt, *MISSING, CodecError):
             return dtype, None
 
