@@ -28,6 +28,7 @@ from weightvc.protocol.state import Lying, read_chunks
 from weightvc.protocol.stored import VersionSource
 from weightvc.protocol.workspace import recover
 from weightvc.sources.base import Source
+from weightvc.sources.header import collector_paused
 from weightvc.sources.paths import MARKER
 
 Progress = Callable[[int, int], None]
@@ -226,7 +227,9 @@ def load(
                 if i is None:
                     raise TensorNotFound(f"version {made.short} has no tensor {name!r:.200}: see `weightvc ls`")
                 chosen.append(i)
-        buffers = {i: bytearray(schema.tensors[i].nbytes) for i in chosen}
+        wanted = set(chosen)
+        # Those of one chunk are made when their block is there: no other thread has a part of them.
+        buffers = {i: bytearray(schema.tensors[i].nbytes) for i in wanted if schema.chunks_of(i) != 1}
         keep = None
         if whole and not component and shelf.cache is not None and not shelf.cache.has_tree(made.tree):
             keep = shelf.cache.write_tree(schema, made.tree)
@@ -236,20 +239,21 @@ def load(
         def work(block: tuple[int, int]) -> int:
             low, high = block
             data = memoryview(verified.read(low, high))
-            at = 0
             with verified.meter.part("apply"):
                 if keep is not None:
                     keep.write(schema.position(low), data)
-                for chunk in range(low, high):
-                    tensor, start, stop = schema.span(chunk)
-                    if tensor in buffers:
-                        buffers[tensor][start:stop] = data[at : at + stop - start]
-                    at += stop - start
-            return at
+                for tensor, start, part in _parts(schema, low, high, data):
+                    if tensor in wanted:
+                        if tensor in buffers:
+                            buffers[tensor][start : start + len(part)] = part
+                        else:
+                            buffers[tensor] = bytearray(part)
+            return len(data)
 
         blocks = verified.blocks()
         if names is not None and keep is None:
-            blocks = [b for b in blocks if any(schema.tensor_of(chunk) in buffers for chunk in range(*b))]
+            spans = [(schema.first_chunk[i], schema.first_chunk[i + 1]) for i in sorted(wanted)]
+            blocks = [b for b in blocks if any(b[0] < high and low < b[1] for low, high in spans)]
         done = 0
         with ThreadPoolExecutor(parallel.workers(), "weightvc-load") as pool:
             for size in parallel.ordered(pool, work, blocks, 2 * parallel.workers() + 2):
@@ -258,9 +262,22 @@ def load(
                     progress(done, schema.nbytes)
         if keep is not None:
             keep.commit(made.tree)
-        return {
-            schema.tensors[i].name: make(schema.tensors[i].dtype, schema.tensors[i].shape, buffers[i]) for i in chosen
-        }
+        with collector_paused():
+            infos = ((schema.tensors[i], buffers[i]) for i in chosen)
+            return {info.name: make(info.dtype, info.shape, buffer) for info, buffer in infos}
+
+
+def _parts(schema: Schema, low: int, high: int, data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """The tensors that chunks [low, high) have `data` of: where in the tensor a part begins, and the part."""
+    positions, chunk = schema.positions, low
+    tensor = schema.tensor_of(low)
+    while chunk < high:
+        while schema.first_chunk[tensor + 1] <= chunk:
+            tensor += 1
+        end = min(schema.first_chunk[tensor + 1], high)
+        begin, stop = positions[chunk], positions[end]
+        yield tensor, begin - schema.offset[tensor], data[begin - positions[low] : stop - positions[low]]
+        chunk = end
 
 
 def _no_component(made: Version, component: str, schema: Schema) -> TensorNotFound:
