@@ -340,16 +340,19 @@ class Repository(Retention, Recovery):
         Raises Refused, StoreError, StateUnknown, Conflict; Corrupt where the catalogue itself cannot be read. A
         version that cannot be read is skipped, and stands in what is returned.
         """
+        from weightvc.protocol import pins
         from weightvc.protocol.compact import compact
 
         given = {"share": share, "base_every": base_every, "reverse": reverse}
-        done, self._seen = compact(
-            self._shelf,
-            self._read,
-            {name: value for name, value in given.items() if value is not None},
-            save=save,
-            report=report,
-        )
+        # It may take longer than a grace period, and would lose what it has uploaded.
+        with pins.Holder(self.store, begin=self.refresh().sequence, after=pins.PATIENCE):
+            done, self._seen = compact(
+                self._shelf,
+                self._read,
+                {name: value for name, value in given.items() if value is not None},
+                save=save,
+                report=report,
+            )
         return done
 
     # Reading weights
