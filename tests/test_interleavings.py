@@ -309,7 +309,7 @@ MUTATIONS = {
     ),
     "what began later is on the list as well": (
         WRITE,
-        (collect, "mark", "sight.objects[name][0].begin < horizon]", "True]"),
+        (collect, "mark", "key.parse(name).begin < horizon]", "True]"),
     ),
     "checked and swapped on two reads": (
         WRITE,

@@ -1,5 +1,7 @@
 """How many requests things take, and what a reader's identity needs."""
 
+from collections import Counter
+
 import pytest
 
 import weightvc
@@ -164,3 +166,47 @@ def test_the_log_of_ten_thousand_versions_takes_few_reads(s3_place):
     assert made.parents == (first.id,)
     assert count.writes == 2
     assert count.reads <= 3
+
+
+def test_a_long_history_costs_what_a_short_one_does(tmp_path):
+    """benchmarks/scale.py has it in full, with times."""
+    asked: list[list[tuple[int, int, int]]] = []
+    roots_: list[int] = []
+    for count in (100, 3000):
+        url = str(tmp_path / str(count))
+        weightvc.init(url, cache=None).commit(Bits(history.weights(0)))
+        ids = history.lay(weightvc.open(url, cache=None).store, count)
+        assert weightvc.fsck(url, cache=None, read_data=0.02, seed=1).ok
+        writer, reader = weightvc.open(url, cache=tmp_path / f"cache{count}"), weightvc.open(url, cache=None)
+        assert held(reader, ids[count // 2]) == history.weights(count // 2 + 1)
+        assert reader.load(framework="numpy")["w"].tobytes() == history.weights(count)["", "w"].data
+        writer.commit(Bits(history.weights(count + 1)))
+        reader.checkout("main", tmp_path / f"out{count}")
+        asked.append([])
+        for number in range(count + 2, count + 80):
+            with Counted(writer) as commit:
+                writer.commit(Bits(history.weights(number)))
+            with Counted(reader) as pull:
+                reader.checkout("main", tmp_path / f"out{count}")
+            with Counted(reader) as poll:
+                reader.refresh()
+            asked[-1] += [(one.reads, one.writes, one.lists) for one in (commit, pull, poll)]
+        roots_.append(len(writer.store.get("root").data))
+        assert lying(tmp_path / f"out{count}") == history.weights(count + 79)
+    assert asked[0] == asked[1]
+    assert max(writes for _, writes, _ in asked[1]) == 3  # a segment spilled
+    assert abs(roots_[0] - roots_[1]) < 200
+
+
+def test_the_collector_reads_root_segments_and_pages_only(tmp_path):
+    repository = weightvc.init(tmp_path / "repository", cache=None)
+    repository.commit(Bits(history.weights(0)))
+    history.lay(repository.store, 5000)
+    repository.tag("v1")
+    read = []
+    get = repository.store.get
+    repository.store.get = lambda name, **more: (read.append(name.partition("/")[0]), get(name, **more))[1]
+    found = repository.gc()
+    assert found.live.objects["manifest"] == 5001
+    assert Counter(read)["segment"] == 2
+    assert set(read) <= {"root", "segment", "page"}

@@ -9,7 +9,8 @@ import pytest
 import weightvc
 from tests.kit.weights import Bits, flipped, tensor, tiny_format
 from weightvc.errors import Corrupt
-from weightvc.objects import frame, key
+from weightvc.objects import catalogue, frame, key
+from weightvc.objects.retention import Policy, Rules
 from weightvc.protocol import live, swap
 
 START = {("", "w"): tensor("BF16", (3000,), 0)}
@@ -69,3 +70,34 @@ def test_a_page_that_cannot_be_read_keeps_anything_from_being_called_dead(reposi
     repository.store.put(root.tags, frame.header(frame.PAGE))
     with pytest.raises(Corrupt):
         live.of_root(weightvc.open(repository.url, cache=None)._shelf, swap.must_read(repository.store).root)
+
+
+def test_what_a_segment_names_is_what_its_entries_name(repository, tmp_path):
+    """It is read without reading the entries."""
+    first = repository.commit(Bits(START), message="manifest/" + "0" * 64 + ".1-" + "0" * 32 + "-0")
+    for step in range(3):
+        repository.commit(Bits({("", "w"): flipped(START["", "w"], 0.3, step)}), base=True)
+    repository.compact(share=1)
+    repository.reset("main", "main~1", rewind=True, message=key.Transaction(1).key("pack", b"x"))
+    repository.expire(Policy({"*": Rules(last=1)}, 0))
+    entries = list(repository.refresh().tail)
+    assert {entry.op for entry in entries} == {"commit", "expired", "reset"}
+    later = key.Transaction(1).key("file", b"x")
+    entries[0] = replace(entries[0], extra={"more": [{later: 1}]})
+    found = catalogue.decode_keys(catalogue.encode_segment(entries), "a segment")
+    assert found == catalogue.keys_of(entries)
+    places = [entry.place for entry in entries if entry.place is not None]
+    named = {name for place in places for name in (place.schema, *(way.manifest for way in place.all_ways))}
+    assert found.names == {later, *named}
+    assert found.released == {one for entry in entries for one in entry.released} != set()
+    assert first.id not in found.names
+
+
+@pytest.mark.parametrize("value", [5, None, "manifest/x", ["a"], {}])
+def test_an_entry_that_names_what_is_no_key_is_corrupt(repository, value):
+    repository.commit(Bits(START))
+    fields = catalogue.to_json(repository.refresh().tail[0])
+    for bad in ({**fields, "manifest": value}, {**fields, "files": [value]}, {**fields, "ways": [value]}):
+        data = frame.encode(frame.SEGMENT, {"entries": [fields, bad], "weightvc": "segment 1"})
+        with pytest.raises(Corrupt, match="segment 7"):
+            catalogue.decode_keys(data, "segment 7")

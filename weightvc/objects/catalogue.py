@@ -5,9 +5,9 @@ version's record, its manifests, and the edges by which it can be reached; the o
 The reflog of a branch is the catalogue read backwards.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from weightvc.errors import Corrupt, Unsupported
 from weightvc.objects import expect, frame, key, version
@@ -253,11 +253,60 @@ def encode_segment(entries: Sequence[Entry]) -> bytes:
 
 def decode_segment(data: frame.Buffer, what: str) -> list[Entry]:
     """Read a segment. Raises Corrupt naming `what`."""
+    return [from_json(fields, what) for fields in _stored(data, what)]
+
+
+def _stored(data: frame.Buffer, what: str) -> list[Any]:
     head, _ = frame.decode(frame.SEGMENT, data, what)
     frame.check_type(head.get("weightvc"), "segment 1", what)
     if not isinstance(head.get("entries"), list):
         raise Corrupt(f"{what} is corrupt: it has no entries")
-    return [from_json(fields, what) for fields in head["entries"]]
+    entries: list[Any] = head["entries"]
+    return entries
+
+
+class Keys(NamedTuple):
+    """What entries name, and what they let go of."""
+
+    names: frozenset[str]
+    released: frozenset[str]
+    """Transactions."""
+
+
+def keys_of(entries: Iterable[Entry]) -> Keys:
+    """The keys that entries name."""
+    return _keys_of((to_json(entry) for entry in entries), "")
+
+
+def decode_keys(data: frame.Buffer, what: str) -> Keys:
+    """What the entries of a segment name: a tenth of the work of reading them. Raises Corrupt naming `what`."""
+    return _keys_of(_stored(data, what), what)
+
+
+def _keys_of(stored: Iterable[Any], what: str) -> Keys:
+    names: set[str] = set()
+    released: set[str] = set()
+    try:
+        for fields in stored:
+            op = fields["op"]
+            own = _OWN.get(op, _OWN_MOVE)
+            if op == COMMIT:
+                names.add(fields["manifest"])
+                names.add(fields["schema"])
+                names.update(fields["files"])
+                if fields["layout"] is not None:
+                    names.add(fields["layout"])
+                if "ways" in fields:
+                    names.update([way["manifest"] for way in fields["ways"]])
+            if "released" in fields and op in _OWN:
+                released.update(fields["released"])
+            if not fields.keys() <= own:
+                names.update(key.found([value for name, value in fields.items() if name not in own]))
+        if not all(map(key.OBJECT.fullmatch, names)):
+            raise ValueError("it names what is no key")
+    except (Corrupt, *expect.MALFORMED) as error:
+        raise Corrupt(f"{what} is corrupt: an entry of the catalogue: {error!r:.300}") from None
+    return Keys(frozenset(names), frozenset(released))
 
 
 def named(value: object, what: str) -> dict[str, str]:

@@ -8,8 +8,8 @@ and a key that was deleted never lives again.
 import re
 import secrets
 import threading
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 from weightvc.errors import Corrupt
 from weightvc.objects import frame
@@ -17,11 +17,10 @@ from weightvc.objects import frame
 ROOT: Final = "root"
 """The one key whose object changes."""
 
-_KEY: Final = re.compile(
+OBJECT: Final = re.compile(
     r"(manifest|pack|schema|layout|file|segment|page)/([0-9a-f]{64})\.([0-9]{1,19})-([0-9a-f]{32})-([0-9]{1,9})"
 )
-
-
+"""Keys of what transactions upload."""
 PIN: Final = re.compile(r"pin/[0-9a-f]{32}")
 """Keys of pins: a reader's lease or a writer's transaction."""
 COPY: Final = re.compile(r"root\.d/([0-9]{19})-[0-9a-f]{32}")
@@ -30,8 +29,7 @@ PROBE: Final = re.compile(r"probe/[0-9a-f]{32}-[0-9a-z]{1,9}")
 """Keys of what is written to learn something of the store, and then deleted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """A key taken apart."""
 
     kind: str
@@ -43,7 +41,7 @@ class Key:
 
 def parse(key: object, kind: str | None = None) -> Key:
     """Take a key apart; raises Corrupt unless it is one (of `kind`)."""
-    match = _KEY.fullmatch(key) if isinstance(key, str) else None
+    match = OBJECT.fullmatch(key) if isinstance(key, str) else None
     if match is None or (kind is not None and match[1] != kind):
         raise Corrupt(f"{str(key)[:200]!r} is not the key of a {kind or 'weightvc'} object")
     return Key(match[1], match[2], int(match[3]), match[4], int(match[5]))
@@ -53,6 +51,20 @@ def checked(key: object, kind: str) -> str:
     """`key` itself, once it is seen to be one of `kind`; raises Corrupt."""
     parse(key, kind)
     return str(key)
+
+
+def found(value: Any) -> Iterator[str]:
+    """Whatever looks like a key in fields that are not known here: a later writer may mean it."""
+    if isinstance(value, str):
+        if OBJECT.fullmatch(value) is not None:
+            yield value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from found(name)
+            yield from found(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from found(one)
 
 
 def check(key: str, data: frame.Buffer) -> None:

@@ -17,12 +17,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 from typing import Final
 
 from weightvc.errors import Corrupt, Expired, KeyNotFound, Refused, Unsupported
 from weightvc.objects import expect, frame, key
 from weightvc.objects import root as roots
-from weightvc.objects.key import Key, Transaction
+from weightvc.objects.key import Transaction
 from weightvc.objects.retention import GRACE
 from weightvc.objects.root import Root
 from weightvc.protocol import clock, live, pins, swap
@@ -30,6 +31,7 @@ from weightvc.protocol.live import Live
 from weightvc.protocol.pins import Pins
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.swap import Seen
+from weightvc.sources.header import collector_paused
 from weightvc.stores.base import Listed, Store, Sweeps
 
 LIST: Final = 1 << 16
@@ -110,15 +112,12 @@ class Tally:
     objects: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, kind: str, size: int) -> None:
-        """Count one object."""
-        self.objects[kind] += 1
-        self.bytes[kind] += size
-
-    def __iadd__(self, other: "Tally") -> "Tally":
-        self.objects.update(other.objects)
-        self.bytes.update(other.bytes)
-        return self
+    def add(self, listed: Iterable[Listed]) -> None:
+        """Count objects."""
+        for kind, group in groupby(listed, lambda one: _kind(one.key)):
+            sizes = [one.size for one in group]
+            self.objects[kind] += len(sizes)
+            self.bytes[kind] += sum(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class Sight:
     """The root before anything was listed: its sequence number is what the run notes."""
     now: float
     """The store's time when the listing began."""
-    objects: Mapping[str, tuple[Key, Listed]]
+    objects: Mapping[str, Listed]
     """What may be condemned: everything under a key that a transaction made."""
     copies: tuple[str, ...]
     """Copies of the root, newest first."""
@@ -150,30 +149,29 @@ def look(store: Store) -> Sight:
     finally:
         store.delete([marker])
     now = None
-    objects: dict[str, tuple[Key, Listed]] = {}
-    copies, probes = [], []
-    tally, foreign = Tally(), Tally()
+    objects: dict[str, Listed] = {}
+    copies, probes, others, foreign = [], [], [], []
     for one in listed:
-        if one.key == marker:
+        name = one.key
+        if key.OBJECT.fullmatch(name):
+            objects[name] = one
+        elif name == marker:
             now = one.modified
-            continue
-        kind = one.key.partition("/")[0]
-        try:
-            parsed = key.parse(one.key)
-        except Corrupt:
-            if key.COPY.fullmatch(one.key):
-                copies.append(one.key)
-            elif key.PROBE.fullmatch(one.key):
-                probes.append(one)
-            elif one.key != key.ROOT and not key.PIN.fullmatch(one.key):
-                foreign.add(kind, one.size)
-                continue
+        elif key.COPY.fullmatch(name):
+            copies.append(one)
+        elif key.PROBE.fullmatch(name):
+            probes.append(one)
+        elif name == key.ROOT or key.PIN.fullmatch(name):
+            others.append(one)
         else:
-            objects[one.key] = parsed, one
-        tally.add(kind, one.size)
+            foreign.append(one)
     if now is None:
         raise clock.not_listed(store)
-    return Sight(before, now, objects, tuple(sorted(copies, reverse=True)), tuple(probes), tally, foreign)
+    tally, strange = Tally(), Tally()
+    tally.add(chain(objects.values(), copies, probes, others))
+    strange.add(foreign)
+    newest = tuple(sorted((one.key for one in copies), reverse=True))
+    return Sight(before, now, objects, newest, tuple(probes), tally, strange)
 
 
 # Condemn
@@ -218,31 +216,31 @@ def mark(
     noted = _noted(page, sight)
     horizon = max(root.horizon, _passed(noted, held, sight, grace))
     listed = set(page.dead).difference(failed)
-    alive: list[str] = []
+    alive = [name for name in sight.objects if name in named.names]
     pinned: list[str] = []
     waiting: list[str] = []
     free: list[str] = []
-    for name in sight.objects:
+    for name in [name for name in sight.objects if name not in named.names]:
         # What is on a list stays on it until it is gone, so that all lists that may be worked through can be found.
         where = alive if name in named else waiting if name in listed else pinned if name in kept else free
         where.append(name)
     dead: list[str] = []
     if not waiting and not ahead:
-        dead = [name for name in free if sight.objects[name][0].begin < horizon][:LIST]
-        kinds = Counter(sight.objects[name][0].kind for name in dead)
+        dead = [name for name in free if key.parse(name).begin < horizon][:LIST]
+        kinds = Counter(map(_kind, dead))
         if grace > 0 and all(kind in _RECORDS for kind in kinds) and kinds.total() < PAGES:
             dead = []
     if dead:
         _check_share(dead, sight, named, force=force)
-        own = sight.objects.get(root.collector or "")
-        if own is not None and own[0].begin < horizon and own[1].key not in kept:
+        own = root.collector
+        if own is not None and own in sight.objects and own not in kept and key.parse(own).begin < horizon:
             # The root that this one is swapped for will not name the page: it goes as the others do.
-            dead.append(own[1].key)
-            alive.remove(own[1].key)
+            dead.append(own)
+            alive.remove(own)
     gone = set(dead)
     young = [name for name in free if name not in gone]
     last = next((one for one in reversed(noted) if one in page.noted), (-1, 0))
-    unseen = any(k.begin >= last[0] and k.kind not in _RECORDS for k, _ in (sight.objects[n] for n in young))
+    unseen = any(one.begin >= last[0] and one.kind not in _RECORDS for one in map(key.parse, young))
     return Marked(
         Page(_trimmed(noted, sight.now, grace), tuple(dead or waiting), None if dead else _since(page, root, sight)),
         horizon if dead else root.horizon,
@@ -264,10 +262,10 @@ def check(shelf: Shelf, root: Root, sight: Sight, *, force: bool = False) -> Liv
             "mistake: make a branch (`weightvc branch`), or use --force"
         )
     before = named if root.sequence == sight.before.sequence else live.of_root(shelf, sight.before)
-    missing = [n for n in named.names & before.names if n != key.ROOT and n not in sight.objects]
+    missing = (named.names & before.names).difference(sight.objects, [key.ROOT])
     if missing and not force:
         raise Refused(
-            f"{shelf.store.url} lacks {len(missing)} objects that the root names ({missing[0]}): nothing is "
+            f"{shelf.store.url} lacks {len(missing)} objects that the root names ({min(missing)}): nothing is "
             "collected before `weightvc fsck` has looked at it, or with --force"
         )
     return named
@@ -304,13 +302,17 @@ def _since(page: Page, root: Root, sight: Sight) -> int | None:
     """When the list on the page of a root was made; None if that is not known yet."""
     if page.since is not None or root.collector is None or root.collector not in sight.objects:
         return page.since
-    return _micros(sight.objects[root.collector][1].modified)
+    return _micros(sight.objects[root.collector].modified)
 
 
 def _trimmed(noted: Sequence[tuple[int, int]], now: float, grace: float) -> tuple[tuple[int, int], ...]:
     """The notes that later runs may need: those younger than the grace period, and the newest of the others."""
     old = [one for one in noted if _age(now, one[1]) >= grace]
     return tuple(old[-1:] + [one for one in noted if _age(now, one[1]) < grace])
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def _micros(seconds: float) -> int:
@@ -324,11 +326,11 @@ def _age(now: float, micros: int) -> float:
 
 def _check_share(dead: Sequence[str], sight: Sight, named: Live, *, force: bool) -> None:
     """Refuse to condemn much that no entry let go of: a root that has lost its memory would look like that."""
-    total = sum(one.size for parsed, one in sight.objects.values() if parsed.kind not in _RECORDS)
+    total = sum(one.size for one in sight.objects.values() if _kind(one.key) not in _RECORDS)
     lost = [
-        one.size
-        for parsed, one in (sight.objects[name] for name in dead)
-        if parsed.kind not in _RECORDS and parsed.transaction not in named.released
+        sight.objects[name].size
+        for name in dead
+        if _kind(name) not in _RECORDS and key.parse(name).transaction not in named.released
     ]
     if sum(lost) > UNRELEASED * total and not force:
         raise Refused(
@@ -374,15 +376,19 @@ def run(shelf: Shelf, *, grace: float = GRACE, force: bool = False, dry_run: boo
     if not grace >= 0:
         raise Refused(f"grace={grace!r:.100}: seconds, 0 at least")
     total = Collection()
+    with collector_paused():
+        _run(shelf, total, grace=grace, force=force, dry_run=dry_run)
+    return total
+
+
+def _run(shelf: Shelf, total: Collection, *, grace: float, force: bool, dry_run: bool) -> None:
     for _ in range(ROUNDS):
         sight = look(shelf.store)
         seen = swap.must_read(shelf.store)
         named = check(shelf, seen.root, sight, force=force)
         due = ripe(shelf, seen.root, sight, named, grace=grace)
         failed = {} if dry_run else delete(shelf.store, due)
-        for name in due:
-            if name not in failed:
-                total.deleted.add(*_weighed(sight, name))
+        total.deleted.add(sight.objects[name] for name in due if name not in failed)
         total.failed = failed
         gone = set(due).difference(failed)
         left = replace(sight, objects={name: one for name, one in sight.objects.items() if name not in gone})
@@ -394,7 +400,6 @@ def run(shelf: Shelf, *, grace: float = GRACE, force: bool = False, dry_run: boo
         _report(total, sight, left, marked, root)
         if dry_run or grace > 0 or not (marked.dead or marked.note):
             break
-    return total
 
 
 def ripe(shelf: Shelf, root: Root, sight: Sight, named: Live, *, grace: float) -> list[str]:
@@ -471,17 +476,9 @@ def _sweep(store: Store, sight: Sight, grace: float, total: Collection) -> None:
     stale += [one.key for one in sight.probes if one.modified < old]
     failed = delete(store, stale)
     total.failed = {**total.failed, **failed}
-    for name in stale:
-        if name not in failed:
-            total.deleted.add(name.partition("/")[0], 0)
+    total.deleted.add(Listed(name, 0, 0.0) for name in stale if name not in failed)
     if isinstance(store, Sweeps):
-        for size in store.sweep(old):
-            total.deleted.add("temporary", size)
-
-
-def _weighed(sight: Sight, name: str) -> tuple[str, int]:
-    parsed, one = sight.objects[name]
-    return parsed.kind, one.size
+        total.deleted.add(Listed("temporary", size, 0.0) for size in store.sweep(old))
 
 
 def _report(total: Collection, sight: Sight, left: Sight, marked: Marked, root: Root) -> None:
@@ -490,8 +487,6 @@ def _report(total: Collection, sight: Sight, left: Sight, marked: Marked, root: 
     total.sequence, total.horizon = root.sequence, root.horizon
     for what in ("live", "pinned", "young", "waiting"):
         tally = Tally()
-        for name in getattr(marked, what):
-            tally.add(*_weighed(left, name))
+        tally.add(left.objects[name] for name in getattr(marked, what))
         setattr(total, what, tally)
-    for name in marked.dead:
-        total.condemned.add(*_weighed(left, name))
+    total.condemned.add(left.objects[name] for name in marked.dead)

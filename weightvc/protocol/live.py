@@ -5,12 +5,10 @@ field of either that a later writer added and that we do not know. Packs are nam
 they go up under it, and the catalogue only counts them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from weightvc.errors import Corrupt
-from weightvc.objects import key
+from weightvc.objects import catalogue, key
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.root import Root
 from weightvc.protocol.refs import tag_page
@@ -45,13 +43,10 @@ def of_root(shelf: Shelf, root: Root) -> Live:
     Raises Corrupt, NotFound or StoreError if a page or a segment cannot be read: then nothing is known to be dead.
     """
     tag_page(shelf, root)
-    names = {key.ROOT, *_directly(root)}
-    released: set[str] = set()
-    for part in (*(shelf.segment(ref) for ref in root.segments), root.tail):
-        for entry in part:
-            names.update(named(entry))
-            released.update(entry.released)
-    return Live(frozenset(names), frozenset(transactions(names)), frozenset(released))
+    parts = [*(shelf.keys(ref) for ref in root.segments), catalogue.keys_of(root.tail)]
+    names = frozenset([key.ROOT, *_directly(root)]).union(*(part.names for part in parts))
+    released = frozenset[str]().union(*(part.released for part in parts))
+    return Live(names, frozenset(transactions(names)), released)
 
 
 def of_names(names: Iterable[str]) -> Live:
@@ -73,33 +68,9 @@ def of_copy(root: Root) -> Live:
 def _directly(root: Root) -> Iterator[str]:
     yield from (ref.key for ref in root.segments)
     yield from (name for name in (root.tags, root.collector) if name is not None)
-    yield from keys_in(root.extra)
+    yield from key.found(root.extra)
 
 
-def named(entry: Entry) -> Iterator[str]:
+def named(entry: Entry) -> list[str]:
     """The keys that an entry names."""
-    if (place := entry.place) is not None:
-        yield place.schema
-        yield from (way.manifest for way in place.all_ways)
-        if place.layout is not None:
-            yield place.layout
-        yield from place.files
-    if entry.extra:
-        yield from keys_in(entry.extra)
-
-
-def keys_in(value: Any) -> Iterator[str]:
-    """Whatever looks like a key in fields that we do not know: a later writer may mean it."""
-    if isinstance(value, str):
-        try:
-            key.parse(value)
-        except Corrupt:
-            return
-        yield value
-    elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from keys_in(name)
-            yield from keys_in(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from keys_in(one)
+    return sorted(catalogue.keys_of([entry]).names)

@@ -680,7 +680,7 @@ def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
 def _entry(item: _Item, sequence: int) -> Entry:
     """A version as the mirror catalogues it, on no branch. Raises Unsupported for keys in a field not known here."""
     old = item.entry
-    if next(live.keys_in(old.extra), None) is not None:
+    if next(key.found(old.extra), None) is not None:
         raise Unsupported(f"version {item.id[:12]} names objects in a field that is not known here: upgrade weightvc")
     if item.place is None:
         return replace(
@@ -730,6 +730,6 @@ def _renamed(head: Mapping[str, Any], keys: Mapping[str, str], what: str) -> dic
     for stream in ("base", "patch"):
         if stream in head:
             new[stream] = {**head[stream], "packs": [[keys[name], size] for name, size in head[stream]["packs"]]}
-    if set(live.keys_in(new)).difference(keys.values()):
+    if set(key.found(new)).difference(keys.values()):
         raise Unsupported(f"{what} names objects in a field that is not known here: upgrade weightvc")
     return new

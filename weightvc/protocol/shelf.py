@@ -21,7 +21,7 @@ MISSING: Final = (NotFound, AccessDenied)
 """What a store says of an object that has gone: to an identity that may not list, S3 denies a key that is not there.
 That the root could be read tells that the identity is a good one."""
 SCHEMAS_KEPT = 4
-KEPT = {"manifest": 4, "schema": 4, "layout": 4, "segment": 64, "page": 4}
+KEPT = {"manifest": 4, "schema": 4, "layout": 4, "segment": 64, "keys": 1024, "page": 4}
 """Decoded objects that are remembered, by kind: manifests are large, and segments are asked for again and again."""
 
 
@@ -75,8 +75,9 @@ class Shelf:
             self.cache.put(name, data)
         return name
 
-    def _decode(self, name: str, kind: str, read: Callable[[frame.Buffer, str], T]) -> T:
-        held = self._decoded[kind]
+    def _decode(self, name: str, kind: str, read: Callable[[frame.Buffer, str], T], what: str | None = None) -> T:
+        """An object decoded, remembered among others of its kind, or as `what`."""
+        held = self._decoded[what or kind]
         with self._lock:
             if name in held:
                 held.move_to_end(name)
@@ -86,7 +87,7 @@ class Shelf:
         with self.meter.part("decode"):
             made = read(data, name)
         with self._lock:
-            self._remember(kind, name, made)
+            self._remember(what or kind, name, made)
         return made
 
     def _remember(self, kind: str, name: str, made: Any) -> None:
@@ -142,6 +143,14 @@ class Shelf:
     def segment(self, ref: SegmentRef) -> list[Entry]:
         """The entries of a segment."""
         return self._decode(ref.key, "segment", catalogue.decode_segment)
+
+    def keys(self, ref: SegmentRef) -> catalogue.Keys:
+        """What the entries of a segment name."""
+        with self._lock:
+            entries = self._decoded["segment"].get(ref.key)
+        if entries is not None:
+            return catalogue.keys_of(entries)
+        return self._decode(ref.key, "segment", catalogue.decode_keys, "keys")
 
     def page(self, name: str) -> dict[str, Any]:
         """The head of a page."""

@@ -7,11 +7,13 @@ create and swap of one small key, read-after-write, and complete listings.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from weightvc.errors import BadName, Refused
 
-_KEY = re.compile(r"[!-\[\]-~]+")  # printable ASCII without the space and the backslash
+# Printable ASCII without the space and the backslash.
+_KEY: Final = re.compile(r"[!-\[\]-~]+")
+_PART: Final = re.compile(r"[!-\-0-\[\]-~][!-.0-\[\]-~]{0,254}")
 
 
 def check_key(key: str) -> str:
@@ -35,11 +37,7 @@ def check_key(key: str) -> str:
 
 def is_key(name: str) -> bool:
     """Whether check_key would accept `name`; listings leave out what is not, since it is not ours."""
-    try:
-        check_key(name)
-    except BadName:
-        return False
-    return True
+    return len(name) <= 900 and all(map(_PART.fullmatch, name.split("/")))
 
 
 def check_prefix(prefix: str) -> str:
@@ -77,8 +75,7 @@ class Got:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
+class Listed(NamedTuple):
     """One object of a listing; `modified` is the store's clock, in seconds since the epoch."""
 
     key: str

@@ -236,26 +236,32 @@ class LocalStore:
 
     def _walk(self, folder: Path, parent: str, begin: str, *, top: bool) -> Iterator[Listed]:
         """Files in `folder`, whose keys start with `parent`, if their names start with `begin`; then below."""
+        found: dict[str, Listed | None] = {}
         try:
             with os.scandir(folder) as entries:
-                found = [one for one in entries if one.name.startswith(begin) and is_key(parent + one.name)]
-            # "a-b" sorts before "a/b", so a folder is compared with its slash.
-            keyed = sorted((f"{one.name}/" if one.is_dir() else one.name, one) for one in found)
+                for one in entries:
+                    key = parent + one.name
+                    if not one.name.startswith(begin) or not is_key(key):
+                        continue
+                    if one.is_dir():
+                        # "a-b" sorts before "a/b", so a folder is compared with its slash.
+                        found[f"{key}/"] = None
+                        continue
+                    try:
+                        stat = one.stat()
+                    except FileNotFoundError:
+                        continue  # deleted meanwhile
+                    found[key] = Listed(key, stat.st_size, stat.st_mtime)
         except OSError as error:
             if top and error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return  # nothing was ever written there
             raise self._failed("list", parent, error) from error
-        for name, entry in keyed:
-            if name.endswith("/"):
-                yield from self._walk(folder / entry.name, parent + name, "", top=False)
-                continue
-            try:
-                stat = entry.stat()
-            except FileNotFoundError:
-                continue  # deleted meanwhile
-            except OSError as error:
-                raise self._failed("list", parent + name, error) from error
-            yield Listed(parent + name, stat.st_size, stat.st_mtime)
+        for name in sorted(found):
+            listed = found[name]
+            if listed is not None:
+                yield listed
+            else:
+                yield from self._walk(self.root / name, name, "", top=False)
 
     def _reading(self, key: str, error: OSError) -> Exception:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
