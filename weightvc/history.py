@@ -118,7 +118,7 @@ class History:
 
     def tags(self) -> dict[str, str]:
         """Tags and the ids of their versions."""
-        return tag_page(self._shelf, self.refresh())[0]
+        return self._refs().tags()
 
     def resolve(self, ref: Ref = HEAD) -> Version:
         """The version that a ref means: a branch, tag, id, main~2, main@{1}, main@{step=121}, or a Version.

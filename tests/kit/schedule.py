@@ -474,10 +474,8 @@ _read: dict[tuple[str, int], None] = {}
 
 
 def allowed(error: BaseException, faults: int) -> bool:
-    """Whether an actor may end so: it lost a race, or what it asked for has gone. Who goes by a root of long ago may
-    miss a segment or a page of it. With faults, the store may have failed it."""
-    if isinstance(error, KeyNotFound):
-        return "'segment/" in str(error) or "'page/" in str(error)
+    """Whether an actor may end so: it lost a race, or what it asked for has gone. With faults, the store may have
+    failed it."""
     if isinstance(error, StateUnknown | Unavailable):
         return faults > 0
     return isinstance(error, Conflict | Expired | RefNotFound)

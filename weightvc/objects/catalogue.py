@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from weightvc.errors import Corrupt, Unsupported
+from weightvc.errors import Corrupt, Expired, KeyNotFound, Unsupported
 from weightvc.objects import expect, frame, key, version
 from weightvc.objects.version import Edge, Version
 
@@ -316,16 +316,23 @@ def named(value: object, what: str) -> dict[str, str]:
 
 
 class Catalogue:
-    """The catalogue of one root. `fetch` reads a segment; nothing is read before it is needed."""
+    """The catalogue of one root. `fetch` reads a segment; nothing is read before it is needed.
+
+    A segment may have been collected since the root was read. `newest` has the segments of the root that there is by
+    now, or raises the error that it is given: a catalogue only grows, and what is rewritten keeps its place, so the
+    older entries are read on from there. Raises Expired if that happens again at once.
+    """
 
     def __init__(
         self,
         tail: Sequence[Entry],
         segments: Sequence[SegmentRef],
         fetch: Callable[[SegmentRef], list[Entry]],
+        newest: Callable[[KeyNotFound], Sequence[SegmentRef]] | None = None,
     ) -> None:
         self._parts: list[Sequence[Entry] | SegmentRef] = [tail, *reversed(segments)]
         self._fetch = fetch
+        self._newest = newest
         self._loaded = 0
         self._entries: list[Entry] = []
         self._by_id: dict[str, Entry] = {}
@@ -342,13 +349,38 @@ class Catalogue:
         if self._loaded == len(self._parts):
             return False
         part = self._parts[self._loaded]
-        entries = self._fetch(part) if isinstance(part, SegmentRef) else part
+        entries = self._read(part) if isinstance(part, SegmentRef) else part
         self._loaded += 1
         for entry in reversed(entries):
             self._entries.append(entry)
             if entry.version is not None:
                 self._by_id[entry.version.id] = entry
         return True
+
+    def _read(self, ref: SegmentRef) -> Sequence[Entry]:
+        try:
+            return self._fetch(ref)
+        except KeyNotFound as error:
+            if self._newest is None:
+                raise
+            left = sum(part.count for part in self._parts[self._loaded :] if isinstance(part, SegmentRef))
+            parts: list[SegmentRef] = []
+            for one in self._newest(error):
+                count = min(one.count, left)
+                if count:
+                    parts.append(SegmentRef(one.key, count))
+                    left -= count
+            if left:
+                raise
+        self._parts[self._loaded :] = reversed(parts)
+        try:
+            # The last one may have grown.
+            return self._fetch(parts[-1])[: parts[-1].count]
+        except KeyNotFound as error:
+            raise Expired(
+                f"{error}: collected before it could be read, twice: this host is slower than the grace period of "
+                "`weightvc gc`: try again, or let that be longer"
+            ) from None
 
     @property
     def unread(self) -> int:

@@ -377,7 +377,11 @@ def run(shelf: Shelf, *, grace: float = GRACE, force: bool = False, dry_run: boo
         raise Refused(f"grace={grace!r:.100}: seconds, 0 at least")
     total = Collection()
     with collector_paused():
-        _run(shelf, total, grace=grace, force=force, dry_run=dry_run)
+        try:
+            _run(shelf, total, grace=grace, force=force, dry_run=dry_run)
+        except KeyNotFound:
+            # Another collector was faster than this one read its root. If an object is lost, this says so.
+            _run(shelf, total, grace=grace, force=force, dry_run=dry_run)
     return total
 
 

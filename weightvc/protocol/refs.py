@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from weightvc.errors import BadName, BranchMoved, Corrupt, Expired, RefNotFound
+from weightvc.errors import BadName, BranchMoved, Corrupt, Expired, KeyNotFound, RefNotFound
 from weightvc.objects import frame
 from weightvc.objects.catalogue import COMMIT, EXPIRED, Catalogue, Entry
 from weightvc.objects.root import Root
@@ -61,12 +61,19 @@ class Refs:
 
     def __init__(self, shelf: Shelf, root: Root) -> None:
         self._shelf = shelf
+        self._go_by(root)
+
+    def _go_by(self, root: Root) -> None:
         self._root = root
         self.sequence = root.sequence
-        self.catalogue: Catalogue = shelf.catalogue(root)
+        self.catalogue: Catalogue = self._shelf.catalogue(root)
 
     def tags(self) -> dict[str, str]:
-        """Tags and the versions that they name."""
+        """Tags and the versions that they name; of the newest root, if the page has been collected since."""
+        try:
+            return tag_page(self._shelf, self._root)[0]
+        except KeyNotFound as error:
+            self._go_by(self._shelf.newer(self._root, error))
         return tag_page(self._shelf, self._root)[0]
 
     def name(self, branch: str) -> str:

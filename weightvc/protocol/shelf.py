@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, TypeVar
 
 from weightvc.cache import Cache
-from weightvc.errors import AccessDenied, Corrupt, NotFound
+from weightvc.errors import AccessDenied, Corrupt, NotFound, KeyNotFound
 from weightvc.objects import catalogue, frame, key, layout, manifest, schema
+from weightvc.objects import root as roots
 from weightvc.objects.catalogue import Catalogue, Entry, SegmentRef
 from weightvc.objects.root import Root
 from weightvc.objects.schema import Schema
@@ -158,4 +159,16 @@ class Shelf:
 
     def catalogue(self, root: Root) -> Catalogue:
         """The catalogue of a root."""
-        return Catalogue(root.tail, root.segments, self.segment)
+        return Catalogue(root.tail, root.segments, self.segment, lambda error: self.newer(root, error).segments)
+
+    def newer(self, root: Root, error: KeyNotFound) -> Root:
+        """The root that there is by now, for who went by an older one and missed an object that it names.
+
+        Raises KeyNotFound if there is none: then the object is lost.
+        """
+        got = self.store.get(key.ROOT)
+        assert got is not None
+        now = roots.decode(got.data, f"{self.store.url}: root")
+        if (now.repository, now.sequence) == (root.repository, root.sequence):
+            raise KeyNotFound(f"{error}, though the root names it: run `weightvc fsck`") from None
+        return now

@@ -113,7 +113,13 @@ def change(
         repository = seen.root.repository
         if seen.root.horizon > transaction.begin:
             raise Expired("the collector has passed this transaction: it begins again under new names")
-        new = _spilled(shelf, make(seen.root), transaction)
+        try:
+            new = _spilled(shelf, make(seen.root), transaction)
+        except KeyNotFound as error:
+            # Collected since that root was read: there is a newer one, which names what took its place.
+            shelf.newer(seen.root, error)
+            seen = None
+            continue
         landed = _swap(shelf.store, seen, new)
         if landed is not None:
             return landed
