@@ -37,7 +37,8 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz.run $(FUZZ_ARGS)
 
-# Long runs that look for orders of events in which something is lost.
+# Long runs that look for something that is lost: by orders of events in a model, and by real processes. So many
+# seconds each; SOAK_ARGS="local --seed 7" for one of them.
 SECONDS ?= 600
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(SOAK_ARGS)
