@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, TypeVar
 
 from weightvc.cache import Cache
-from weightvc.errors import AccessDenied, Corrupt, NotFound, KeyNotFound
+from weightvc.errors import AccessDenied, Corrupt, KeyNotFound, NotFound
 from weightvc.objects import catalogue, frame, key, layout, manifest, schema
 from weightvc.objects import root as roots
 from weightvc.objects.catalogue import Catalogue, Entry, SegmentRef
