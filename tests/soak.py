@@ -4,8 +4,10 @@
               share to each, and half to random orders. Stops at the first loss, with the order that led to it
     local     a crowd of real processes on a directory, killed and stopped at random (tests/kit/crowd.py)
     s3        the same on a SeaweedFS server
+    hosts     rollout hosts that follow a trainer on a directory, killed and stopped at random (tests/kit/fleet.py)
+    hosts-s3  the same on a SeaweedFS server
 
-Each for so many seconds: all three, or those that are named (`make soak SOAK_ARGS=local`).
+Each for so many seconds: all of them, or those that are named (`make soak SOAK_ARGS=local`).
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import time
 from pathlib import Path
 
 from tests import test_interleavings as small
-from tests.kit import crowd
+from tests.kit import crowd, fleet
 from tests.kit.schedule import explore, scheduled, wander
 from tests.kit.seaweed import Seaweed
 
-WHAT = ("orders", "local", "s3")
+WHAT = ("orders", "local", "s3", "hosts", "hosts-s3")
 
 
 def main() -> None:
@@ -37,22 +39,23 @@ def main() -> None:
     for what in options.what or WHAT:
         if what == "orders":
             orders(options)
-        elif what == "local":
-            processes("a directory", None, options)
+        elif what in ("local", "hosts"):
+            processes(what, None, options)
         else:
             with Seaweed() as server:
-                processes("SeaweedFS", server, options)
+                processes(what, server, options)
 
 
-def processes(where: str, server: Seaweed | None, options: argparse.Namespace) -> None:
-    """The crowd. What it wrote stays if something is wrong."""
+def processes(what: str, server: Seaweed | None, options: argparse.Namespace) -> None:
+    """Real processes. What they wrote stays if something is wrong."""
     folder = Path(tempfile.mkdtemp(prefix="weightvc-soak-"))
     url, access = (str(folder / "repository"), {})
     if server is not None:
         place = server.place()
         url, access = place.url, place.options
-    done = crowd.run(url, access, folder, seconds=options.seconds, seed=options.seed)
-    print(f"processes on {where}, {options.seconds:.0f} s, {done}", flush=True)
+    run = fleet.run if what.startswith("hosts") else crowd.run
+    done = run(url, access, folder, seconds=options.seconds, seed=options.seed)
+    print(f"{what}, {options.seconds:.0f} s, {done}", flush=True)
     if done.faults:
         sys.exit(f"faults: see {folder}")
     shutil.rmtree(folder)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -65,13 +65,14 @@ class Fault(Exception):
 class Actor:
     """One process of the crowd."""
 
-    def __init__(self, role: str, given: Mapping[str, Any]) -> None:
+    def __init__(self, role: str, given: Mapping[str, Any], number: int) -> None:
+        """`number` is one that no other role has."""
         self.role = role
         self.url: str = given["url"]
         self.options: dict[str, Any] = given["options"]
         self.folder = Path(given["folder"])
         self.random = random.Random(f"{given['seed']} {role} {given['life']}")
-        self._step = (ROLES.index(role) + 1) * 10**7 + given["life"] * 10**4
+        self._step = (number + 1) * 10**7 + given["life"] * 10**4
         self.home = self.folder / role.replace(" ", "-")
         self.home.mkdir(exist_ok=True)
         self._notes = os.open(self.folder / "notes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -320,7 +321,7 @@ PARTS: Final[Mapping[str, Callable[[Actor], None]]] = {
 
 def main(role: str, given: str) -> None:
     """Be one of the processes until it is killed, or something is wrong."""
-    actor = Actor(role, json.loads(given))
+    actor = Actor(role, json.loads(given), ROLES.index(role))
     while True:
         try:
             PARTS[role](actor)
@@ -345,74 +346,94 @@ class Done:
         return f"seed {self.seed}: {said}; faults: {len(self.faults)}" + "".join(f"\n  {one}" for one in self.faults)
 
 
-def run(url: str, options: Mapping[str, Any], folder: Path, *, seconds: float, seed: int) -> Done:
-    """Let the crowd at a new repository for some seconds. Raises nothing for what goes wrong: see `faults`."""
-    done = Done(seed)
-    pick = random.Random(seed)
-    repository = weightvc.init(url, cache=None, author="crowd", **options)
-    repository.commit(Bits(weights(0)), step=0)
-    repository.branch("side")
-    repository.branch("try")
-    repository.tag("one")
-    lives: Counter[str] = Counter()
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    asleep: dict[str, float] = {}
+class Herd:
+    """The processes, each a session of its own: killed and stopped at random, and started again."""
 
-    def start(role: str) -> None:
-        given = {
-            "url": url, "options": dict(options), "folder": str(folder), "seed": seed, "life": lives[role],
-        }  # fmt: skip
-        lives[role] += 1
-        with (folder / "log").open("ab") as log:
-            running[role] = subprocess.Popen(
-                [sys.executable, "-m", "tests.kit.crowd", role, json.dumps(given)],
+    def __init__(self, module: str, roles: Sequence[str], given: Mapping[str, Any], done: Done) -> None:
+        """Each of `roles` runs as `python -m MODULE ROLE {given, with its number of lives so far}`."""
+        self._module, self.roles, self._given, self._done = module, roles, dict(given), done
+        self._log = Path(given["folder"]) / "log"
+        self._lives: Counter[str] = Counter()
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._asleep: dict[str, float] = {}
+
+    def __enter__(self) -> Herd:
+        for role in self.roles:
+            self.start(role)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for role, process in self.running.items():
+            self.send(role, signal.SIGKILL)
+            process.wait()
+
+    def start(self, role: str) -> None:
+        given = json.dumps({**self._given, "life": self._lives[role]})
+        self._lives[role] += 1
+        with self._log.open("ab") as log:
+            self.running[role] = subprocess.Popen(
+                [sys.executable, "-m", self._module, role, given],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
 
-    def send(role: str, number: int) -> None:
+    def send(self, role: str, number: int) -> None:
         # Its group, so that a command that it runs meets the same.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(running[role].pid, number)
+            os.killpg(self.running[role].pid, number)
 
-    try:
-        for role in ROLES:
-            start(role)
+    def disturb(self, seconds: float, pick: random.Random, ended: Callable[[str, int], None]) -> None:
+        """For some seconds; `ended` is told of what ends by itself, with its status."""
         end = time.monotonic() + seconds
-        while (now := time.monotonic()) < end:
-            for role in [role for role, until in asleep.items() if until < now]:
-                del asleep[role]
-                send(role, signal.SIGCONT)
-            for role, process in running.items():
+        while (now := time.monotonic()) < end and len(self._done.faults) <= 20:
+            self._wake(now)
+            for role, process in self.running.items():
                 if (status := process.poll()) is not None:
-                    if role == "gc":
-                        # What looks like a mistake: uploads that were killed outweigh the rest.
-                        done.counts["gc refused"] += status == 8
-                        if status not in (0, 8):
-                            done.faults.append(f"gc ended with status {status}: see {folder / 'gc' / 'log'}")
-                    else:
-                        done.faults.append(f"{role} ended with status {status}: see {folder / 'log'}")
-                    start(role)
-            role = pick.choice(ROLES)
-            if role not in asleep:
+                    ended(role, status)
+                    self.start(role)
+            role = pick.choice(self.roles)
+            if role not in self._asleep:
                 if pick.random() < 0.5:
-                    send(role, signal.SIGKILL)
-                    running[role].wait()
-                    done.counts["kills"] += 1
-                    start(role)
+                    self.send(role, signal.SIGKILL)
+                    self.running[role].wait()
+                    self._done.counts["kills"] += 1
+                    self.start(role)
                 else:
-                    send(role, signal.SIGSTOP)
-                    asleep[role] = now + LONGEST * pick.random() ** 2
-                    done.counts["stops"] += 1
+                    self.send(role, signal.SIGSTOP)
+                    self._asleep[role] = now + LONGEST * pick.random() ** 2
+                    self._done.counts["stops"] += 1
             time.sleep(0.2 + pick.random())
-            if len(done.faults) > 20:
-                break
-    finally:
-        for role, process in running.items():
-            send(role, signal.SIGKILL)
-            process.wait()
+        self._wake(float("inf"))
+
+    def _wake(self, now: float) -> None:
+        for role in [role for role, until in self._asleep.items() if until < now]:
+            del self._asleep[role]
+            self.send(role, signal.SIGCONT)
+
+
+def run(url: str, options: Mapping[str, Any], folder: Path, *, seconds: float, seed: int) -> Done:
+    """Let the crowd at a new repository for some seconds. Raises nothing for what goes wrong: see `faults`."""
+    done = Done(seed)
+    repository = weightvc.init(url, cache=None, author="crowd", **options)
+    repository.commit(Bits(weights(0)), step=0)
+    repository.branch("side")
+    repository.branch("try")
+    repository.tag("one")
+
+    def ended(role: str, status: int) -> None:
+        if role != "gc":
+            done.faults.append(f"{role} ended with status {status}: see {folder / 'log'}")
+        elif status == 8:
+            # What looks like a mistake: uploads that were killed outweigh the rest.
+            done.counts["gc refused"] += 1
+        elif status:
+            done.faults.append(f"gc ended with status {status}: see {folder / 'gc' / 'log'}")
+
+    given = {"url": url, "options": dict(options), "folder": str(folder), "seed": seed}
+    with Herd("tests.kit.crowd", ROLES, given, done) as herd:
+        herd.disturb(seconds, random.Random(seed), ended)
     committed = _gather(folder, done)
     _look(repository, options, folder, committed, done)
     return done
