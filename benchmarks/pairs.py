@@ -105,6 +105,7 @@ class Pair:
         self.elements = self.schema.elements
         self.infos = [tensor for tensor in self.schema.tensors if tensor.nbytes]
         self.blocks, self.tensors, end = self._cut()
+        self.runs = self._joined()
         self.old, self.new = np.zeros(end, np.uint8), np.zeros(end, np.uint8)
         for info, span in zip(self.infos, self.tensors):
             span.of(self.old)[:] = before[info.name][2]
@@ -130,6 +131,11 @@ class Pair:
             for size in [schema.tensors[i].nbytes]
         ]
         return blocks, tensors, end
+
+    def _joined(self) -> list[list[Span]]:
+        """Blocks in runs, as a thread takes them."""
+        left = iter(self.blocks)
+        return [[next(left) for _ in run] for run in manifest.runs(self.schema, manifest.blocks(self.schema, None))]
 
     def sides(self) -> Iterator[tuple[str, npt.NDArray[Any], npt.NDArray[Any]]]:
         """dtype and both states of every tensor, as unsigned integers."""

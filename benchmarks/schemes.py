@@ -6,6 +6,7 @@ A scheme codes a pair that is in memory, and decodes onto a copy of its old mode
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ import zstandard
 from pairs import Bytes, Pair, Span
 
 import weightvc_kernels as wk
-from weightvc.objects import manifest
 from weightvc.protocol import parallel
 from weightvc.protocol.coder import Coder
 from weightvc_kernels import context
@@ -105,7 +105,8 @@ class Blocks(Scheme):
 
 
 class Small(Blocks):
-    """As a commit does: the context codec, with tables from a sample, and the first codecs where they are smaller."""
+    """As a commit does: the context codec, with tables from a sample, and the first codecs where they are smaller.
+    Blocks are coded and decoded in runs."""
 
     learns = True
     """Whether tables are made from a sample. A scheme with another coder is a subclass of three lines."""
@@ -117,29 +118,37 @@ class Small(Blocks):
     def encode(self) -> tuple[int, Any]:
         coder = self.coder()
 
-        def sample(span: Span) -> tuple[str, context.Stats | None]:
-            old, new = self._bytes(span)
-            return span.dtype, context.sample(old, new, span.dtype) if context.supports(span.dtype) else None
+        def sample(run: list[Span]) -> tuple[str, context.Stats | None]:
+            dtype = run[0].dtype
+            known = context.supports(dtype)
+            return dtype, context.sample_batch([*map(self._bytes, run)], dtype) if known else None
 
-        def one(span: Span) -> tuple[int, bytes]:
-            return coder.patch(span.dtype, span.lane, *self._bytes(span))[:2]
+        def some(run: list[Span]) -> list[tuple[int, bytes]]:
+            coded = coder.patches(run[0].dtype, run[0].lane, [*map(self._bytes, run)])
+            return [(codec, payload) for codec, payload, _ in coded]
 
         if self.learns:
-            coder.learn(parallel.ordered(self._pool, sample, self.spans, 64))
-        coded = self.every(one, self.spans)
+            coder.learn(parallel.ordered(self._pool, sample, self.pair.runs, 64))
+        coded = [*chain.from_iterable(self.every(some, self.pair.runs))]
         size = sum(map(len, coder.tables.values())) + sum(len(payload) for _, payload in coded)
         return size, (coder.tables, coded)
 
     def decode(self, coded: Any, model: Bytes, check: Check) -> list[Bytes] | None:
-        self._models = {dtype: context.Model(tables, dtype) for dtype, tables in coded[0].items()}
-        return super().decode(coded[1], model, check)
+        models = {dtype: context.Model(tables, dtype) for dtype, tables in coded[0].items()}
+        payloads, at = [], 0
+        for run in self.pair.runs:
+            payloads.append(coded[1][at : at + len(run)])
+            at += len(run)
 
-    def take(self, span: Span, payload: Any, target: Bytes) -> Bytes:
-        if payload[0] == manifest.CONTEXT:
-            context.decode_into(self._models[span.dtype], payload[1], target)
-        else:
-            wk.decode_patch_into(*payload, target, span.lane)
-        return target
+        def some(run: list[Span], coded: list[tuple[int, bytes]]) -> None:
+            with_model = models.get(run[0].dtype)
+            jobs = [(wk.payloads.Payload(*each, with_model), span.of(model)) for each, span in zip(coded, run)]
+            wk.payloads.apply(jobs, run[0].lane)
+            for span in run:
+                check(span.of(model), span)
+
+        self.every(some, self.pair.runs, payloads)
+        return None
 
 
 class Fast(Small):

@@ -365,9 +365,10 @@ def _writes(verified: Verified, live: Live, held: Tree | None, what: str) -> lis
         if any(regions[tree.schema.tensor_of(chunk)] is not None and not same(chunk) for chunk in range(*block))
     ]
     writes: list[Write] = []
+    window = 2 * parallel.workers() + 2
     with ThreadPoolExecutor(parallel.workers(), "weightvc-stage") as pool:
         for found in parallel.ordered(
-            pool, lambda block: _of_block(verified, regions, same, block), wanted, 2 * parallel.workers() + 2
+            pool, lambda run: _of_block(verified, regions, same, run), verified.runs(wanted), window
         ):
             writes += found
     return writes

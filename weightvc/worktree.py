@@ -256,7 +256,7 @@ def load(
             blocks = [b for b in blocks if any(b[0] < high and low < b[1] for low, high in spans)]
         done = 0
         with ThreadPoolExecutor(parallel.workers(), "weightvc-load") as pool:
-            for size in parallel.ordered(pool, work, blocks, 2 * parallel.workers() + 2):
+            for size in parallel.ordered(pool, work, verified.runs(blocks), 2 * parallel.workers() + 2):
                 done += size
                 if progress is not None:
                     progress(done, schema.nbytes)

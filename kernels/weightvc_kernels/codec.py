@@ -176,16 +176,11 @@ def _get_planes(payload: Buffer, count: int, lane: int) -> Lanes:
 
 
 def _put_sparse(old: Lanes, new: Lanes, at: Positions) -> bytes:
-    mode, deltas = _deltas(old, new, old, new)
-    gaps = np.diff(at, prepend=-1) - 1
-    return b"".join(
-        [
-            bytes([mode]),
-            streams.put_varint(at.size),
-            streams.put_numbers(gaps.view(np.uint64)),
-            streams.put_numbers(deltas),
-        ]
-    )
+    stepped, xor = streams.put_numbers(lanes.steps(old, new)), streams.put_numbers(old ^ new)
+    deltas, mode = _smaller(stepped, _STEPS, xor, _XOR)
+    gaps = at.copy()
+    gaps[1:] -= at[:-1] + 1
+    return b"".join([bytes([mode]), streams.put_varint(at.size), streams.put_numbers(gaps.view(np.uint64)), deltas])
 
 
 def _get_sparse(payload: Buffer, old: Lanes) -> tuple[Positions, Lanes]:
@@ -211,8 +206,11 @@ def _get_sparse(payload: Buffer, old: Lanes) -> tuple[Positions, Lanes]:
 
 def _put_dense(old: Lanes, new: Lanes, at: Positions) -> bytes:
     sample = at[:: max(1, at.size >> 14)]
-    mode, deltas = _deltas(old, new, old[sample], new[sample])
-    return bytes([mode]) + streams.put_numbers(deltas)
+    some_old, some_new = old[sample], new[sample]
+    xor, stepped = streams.put_numbers(some_old ^ some_new), streams.put_numbers(lanes.steps(some_old, some_new))
+    if len(xor) < len(stepped):
+        return bytes([_XOR]) + streams.put_numbers(old ^ new)
+    return bytes([_STEPS]) + streams.put_numbers(lanes.steps(old, new))
 
 
 def _get_dense(payload: Buffer, old: Lanes) -> Lanes:
@@ -228,14 +226,6 @@ def _mode(reader: streams.Reader) -> int:
     if mode not in (_STEPS, _XOR):
         raise CodecError(f"delta mode {mode} is not known: the payload was changed, or upgrade weightvc")
     return mode
-
-
-def _deltas(old: Lanes, new: Lanes, old_sample: Lanes, new_sample: Lanes) -> tuple[int, Lanes]:
-    """The deltas [n], in the mode that codes the sample in fewer bytes."""
-    xor, stepped = old_sample ^ new_sample, lanes.steps(old_sample, new_sample)
-    if len(streams.put_numbers(xor)) < len(streams.put_numbers(stepped)):
-        return _XOR, old ^ new
-    return _STEPS, lanes.steps(old, new)
 
 
 def _apply(mode: int, old: Lanes, deltas: Lanes) -> Lanes:

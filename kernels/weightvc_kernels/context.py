@@ -5,6 +5,7 @@
     model = Model(shared, dtype)
     payload = encode(model, old, new)               each block by itself, in any order, in any thread
     decode_into(model, payload, target)
+    sample_batch, encode_batch, decode_batch        the same of many blocks at once, for where they are small
     prepare()                                       before all that, where compiling would come at a bad time
 
 How often a weight changes, and how far, depends on its exponent before all else, and both sides hold the old
@@ -13,9 +14,10 @@ in integers. The compiled passes are in `context_kernels`; they, and numba, are 
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +25,9 @@ from weightvc_kernels import context_tables, lanes
 from weightvc_kernels.context_tables import FORMS, Array, Form, Tables
 from weightvc_kernels.errors import CodecError
 from weightvc_kernels.lanes import Buffer, Bytes, Lanes, Positions
+
+Pair: TypeAlias = tuple[Buffer, Buffer]
+"""An old block and a new one, of one length."""
 
 UNIT = 4096
 """Bytes that a flag stands for: set if any of them changed."""
@@ -78,12 +83,17 @@ class Stats:
 
 
 def sample(old: Buffer, new: Buffer, dtype: str, stride: int = STRIDE) -> Stats:
-    """Count what changed between two blocks, in every `stride`-th unit: 1 for all of a small patch.
+    """Count what changed between two blocks. Raises CodecError as sample_batch does."""
+    return sample_batch([(old, new)], dtype, stride)
+
+
+def sample_batch(pairs: Sequence[Pair], dtype: str, stride: int = STRIDE) -> Stats:
+    """Count what changed between old and new blocks, in every `stride`-th unit of each: 1 for all of a small patch.
 
     Raises CodecError for a dtype that the codec does not code, or blocks that are not of one length.
     """
     form = context_tables.form(dtype)
-    before, after = _pair(old, new, form)
+    table, held = _places(pairs, form)
     stats = Stats(
         np.zeros(form.classes, np.int64),
         np.zeros(form.classes, np.int64),
@@ -91,11 +101,10 @@ def sample(old: Buffer, new: Buffer, dtype: str, stride: int = STRIDE) -> Stats:
     )
     if stride < 1:
         raise CodecError(f"stride of {stride} units: it must be at least 1")
-    first = (min(stride, max(1, _units(before.nbytes))) - 1) // 2
-    x, y = _frozen(before), _frozen(after)
     from weightvc_kernels.context_sample import tally
 
-    tally(x, y, _words(x), _words(y), _size(form), form.pack(), first, stride, stats.seen, stats.changed, stats.steps)
+    tally(table, _size(form), _like(form), form.pack(), stride, stats.seen, stats.changed, stats.steps)
+    del held
     return stats
 
 
@@ -148,33 +157,47 @@ def encode(model: Model, old: Buffer, new: Buffer) -> bytes:
 
 
 def encode_patch(model: Model, old: Buffer, new: Buffer) -> tuple[bytes, Lanes]:
-    """The payload that turns `old` into `new`, and the old lanes [changes] that change.
+    """The payload that turns `old` into `new`, and the old lanes [changes] that change, as encode_batch has them."""
+    return encode_batch(model, [(old, new)])[0]
 
-    The payload is whole 32-bit words, or nothing if the blocks are equal. The old lanes are what a reader that writes
-    in place can check its target by, before it writes. Takes some 20 to 40 bytes of memory for every lane that
-    changed. Raises CodecError if the lengths differ, or are over BLOCK_LIMIT or not a whole number of lanes.
+
+def encode_batch(model: Model, pairs: Sequence[Pair]) -> list[tuple[bytes, Lanes]]:
+    """Of each pair of an old and a new block the payload, and the old lanes [changes] that change.
+
+    A payload is whole 32-bit words, or nothing if the blocks are equal, and the same whatever other blocks are in the
+    batch: many small ones at once save their threads the waiting for each other. The old lanes are what a reader that
+    writes in place can check its target by, before it writes. Takes some 20 to 40 bytes of memory for every lane that
+    changed. Raises CodecError if lengths differ, or are over BLOCK_LIMIT or not a whole number of lanes.
     """
     form = model.form
-    before, after = _pair(old, new, form)
-    n, units = before.size, _units(before.nbytes)
-    kernels = _kernels()
-    flags, marks, groups, steps, was = _room(
-        (units, np.uint8), (2 * n + units, np.uint64), (n, np.uint16), (n, before.dtype), (n, before.dtype)
+    table, held = _places(pairs, form)
+    kernels, size, blocks = _kernels(), _size(form), len(pairs)
+    n, lane, dtype = int(table[:, 2].sum()), form.lane, lanes.dtype_of(form.lane)
+    each = -(-lane * table[:, 2].astype(np.int64) // UNIT)
+    units, most = int(each.sum()), int(each.max(initial=0))
+    flags, chances, marks, groups, steps, was = _room(
+        (units, np.uint8), (most, np.uint64), (2 * n, np.uint64), (n, np.uint16), (n, dtype), (n, dtype)
     )
-    x, y = _frozen(before), _frozen(after)
-    count, found = kernels.scan(
-        *(x, y, _words(x), _words(y), _size(form), model.shape, model.rows, model.planes, model.window, model.group),
-        *(model.curve, model.pace, np.empty(65, np.uint32), flags, marks, steps, groups, was),
+    ends = np.zeros((blocks, 2), np.int64)
+    kernels.scan(
+        *(table, size, model.shape, model.rows, model.planes, model.window, model.group),
+        *(model.curve, model.pace, np.empty(65, np.uint32), flags, marks, steps, groups, was, ends),
     )
+    del held
+    count, found = ends[-1].tolist() if blocks else (0, 0)
     if not found:
-        return b"", was[:0].copy()
-    room = (31 * count + found * (32 + 8 * form.lane) + 12 * units) // 32 + 8
-    out = np.empty(room, np.uint32)
-    at = kernels.pack(
-        *(flags, _tallies(), marks, count, steps, groups, found),
-        *(model.index_bits, model.widths, model.starts, out),
+        return [(b"", np.empty(0, dtype))] * blocks
+    out = np.empty((31 * count + found * (32 + 8 * lane) + 12 * units) // 32 + 8 * blocks, np.uint32)
+    spans = np.empty((blocks, 2), np.int64)
+    kernels.pack(
+        *(table, size, flags, np.empty(16, np.uint64), marks, steps, groups, ends, chances),
+        *(model.index_bits, model.widths, model.starts, out, spans),
     )
-    return out[at:].tobytes(), was[:found].copy()
+    whole, first, made = was[:found].copy(), 0, []
+    for (begin, end), (_, last) in zip(spans.tolist(), ends.tolist(), strict=True):
+        made.append((out[begin:end].tobytes(), whole[first:last]))
+        first = last
+    return made
 
 
 def decode(model: Model, payload: Buffer, old: Buffer) -> Bytes:
@@ -196,37 +219,55 @@ def positions_values(model: Model, payload: Buffer, old: Buffer) -> tuple[Positi
 
 
 def decode_into(model: Model, payload: Buffer, target: Buffer) -> None:
-    """Turn `target`, which holds the old block, into the new one, in place.
+    """Turn `target`, which holds the old block, into the new one, in place. Raises CodecError as decode_batch
+    does."""
+    decode_batch(model, [(payload, target)])
 
-    Raises CodecError for a malformed payload: `target` is then neither the old block nor the new. Whatever the
-    payload, nothing else is written to, and it ends after one pass. Steps are relative: a payload decoded onto a
-    block that it was not made from gives garbage, often without
-    an error. Check digests before and after.
+
+def decode_batch(model: Model, jobs: Sequence[tuple[Buffer, Buffer]]) -> None:
+    """Of each payload and its target turn the target, which holds the old block, into the new one, in place.
+
+    Raises CodecError for a malformed payload, with its number in `job`: its target is then neither the old block nor
+    the new, those before it are decoded or as they were, those behind it as they were. Whatever the payload, nothing
+    else is written to, and it ends after one pass. Steps are relative: a payload decoded onto a block that it was not
+    made from gives garbage, often without an error. Check digests before and after.
     """
     form = model.form
-    block = _block(target, form)
-    if not block.flags.writeable:
-        raise CodecError("target is read-only: pass a writable buffer, or use decode")
-    data = lanes.as_bytes(payload)
-    if not data.size:
+    rows: list[tuple[int, int, int, int]] = []
+    parts, numbers, copies, most, at = [], [], [], 0, 0
+    for job, (payload, target) in enumerate(jobs):
+        block = _block(target, form)
+        if not block.flags.writeable:
+            raise CodecError("target is read-only: pass a writable buffer, or use decode", job)
+        data = lanes.as_bytes(payload)
+        if not data.size:
+            continue
+        if data.size % 4 or data.size < 8:
+            raise CodecError(f"context payload of {data.size} bytes is not whole words, at least two: cut short", job)
+        if not block.size:
+            raise CodecError(f"context payload of {data.size} bytes for an empty block: not of this block", job)
+        place = lanes.address(block)
+        if place % 8:
+            copies.append((len(rows), block, block.copy()))
+            place = lanes.address(copies[-1][2])
+        rows.append((place, block.size, at, at + data.size // 4))
+        numbers.append(job)
+        parts.append(data)
+        most, at = max(most, block.nbytes), at + data.size // 4
+    if not rows:
         return
-    if data.size % 4 or data.size < 8:
-        raise CodecError(f"context payload of {data.size} bytes is not whole words, at least two: cut short")
-    if not block.size:
-        raise CodecError(f"context payload of {data.size} bytes for an empty block: not of this block")
+    # Joined they lie at a multiple of 4, wherever each lay.
+    words = (parts[0].copy() if len(parts) == 1 else np.concatenate(parts)).view(np.uint32)
     kernels = _kernels()
-    words = _frozen(data if data.ctypes.data % 4 == 0 else data.copy()).view(np.uint32)
-    x = block if block.ctypes.data % 8 == 0 else _aligned(block)
-    flags = np.empty(_units(block.nbytes), np.uint8)
-    status, state, used = kernels.unflag(words, _tallies(), flags)
-    if status == kernels.OK:
-        status = kernels.apply(
-            *(x, _size(form), model.shape, model.rows, model.planes, model.window, model.group),
-            *(model.curve, model.finder, model.pace, np.empty(65, np.uint32)),
-            *(flags, words, state, used, model.index_bits, model.slots, model.widths, model.starts),
-        )
-    if x is not block:
-        block[:] = x
+    done, status = kernels.apply(
+        *(np.array(rows, np.uint64), _size(form), _like(form)),
+        *(model.shape, model.rows, model.planes, model.window, model.group),
+        *(model.curve, model.finder, model.pace, np.empty(65, np.uint32), np.empty(16, np.uint64)),
+        *(np.empty(_units(most), np.uint8), words, model.index_bits, model.slots, model.widths, model.starts),
+    )
+    for row, block, copy in copies:
+        if row <= done:
+            block[:] = copy
     if status != kernels.OK:
         reason = {
             kernels.CUT_SHORT: "ends too early",
@@ -234,7 +275,8 @@ def decode_into(model: Model, payload: Buffer, target: Buffer) -> None:
             kernels.WRONG_BUCKET: "holds a step that is too long",
             kernels.LEFT_OVER: "has words left over",
         }[status]
-        raise CodecError(f"context payload of {data.size} bytes {reason}: changed, or not of this block")
+        text = f"context payload of {parts[done].size} bytes {reason}: changed, or not of this block"
+        raise CodecError(text, numbers[done])
 
 
 def _kernels() -> Any:
@@ -263,10 +305,6 @@ def _room(*wanted: tuple[int, Any]) -> list[Array]:
     return [room[a:b].view(dtype) for a, b, dtype in spans]
 
 
-def _tallies() -> Array:
-    return np.ones(16, np.uint64)
-
-
 def _units(nbytes: int) -> int:
     return (nbytes + UNIT - 1) // UNIT
 
@@ -278,28 +316,29 @@ def _block(data: Buffer, form: Form) -> Array:
     return block
 
 
-def _pair(old: Buffer, new: Buffer, form: Form) -> tuple[Array, Array]:
-    before, after = _block(old, form), _block(new, form)
-    if before.size != after.size:
-        raise CodecError(f"old has {before.nbytes} bytes, new {after.nbytes}: a patch needs blocks of one length")
-    return before, after
+def _places(pairs: Sequence[Pair], form: Form) -> tuple[Array, list[Array]]:
+    """Where old and new blocks lie, and how many lanes they have, uint64 [blocks, 3]; and what must not go before."""
+    rows, held = [], []
+    for old, new in pairs:
+        before, after = _block(old, form), _block(new, form)
+        if before.size != after.size:
+            raise CodecError(f"old has {before.nbytes} bytes, new {after.nbytes}: a patch needs blocks of one length")
+        row = []
+        for side in (before, after):
+            place = lanes.address(side)
+            if place % 8:
+                side = side.copy()
+                place = lanes.address(side)
+            held.append(side)
+            row.append(place)
+        rows.append((*row, before.size))
+    return np.array(rows, np.uint64).reshape(-1, 3), held
 
 
-def _aligned(block: Array) -> Array:
-    """A copy that lies at a multiple of 8."""
-    return block.copy()
-
-
-def _frozen(block: Array) -> Array:
-    """A read-only view at a multiple of 8, or of a copy: one type for the compiler, whatever the caller holds."""
-    view = block.view() if block.ctypes.data % 8 == 0 else _aligned(block)
-    view.flags.writeable = False
-    return view
-
-
-def _words(block: Array) -> Array:
-    """The whole 64-bit words of a block."""
-    return block.view(np.uint8)[: block.nbytes // 8 * 8].view(np.uint64)
+@lru_cache(4)
+def _like(form: Form) -> Array:
+    """No lanes: their type, for the compiler."""
+    return np.empty(0, lanes.dtype_of(form.lane))
 
 
 def _size(form: Form) -> tuple[int, ...]:

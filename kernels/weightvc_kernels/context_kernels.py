@@ -5,7 +5,9 @@ All indices are unsigned and every function is nogil: no wraparound tests, no ex
 
 Conventions of the arguments:
 
-    x, y       old and new lanes [lanes], uint8, 16, 32 or 64; xw, yw the same memory as uint64 words
+    table      uint64 [blocks, 3], for the decoder [blocks, 4]: where the blocks of a batch lie, and how long they
+    are.
+               An address is of lanes, uint8, 16, 32 or 64, and a multiple of 8; the caller holds the memory
     lane       a tuple of as many zeros as a lane has bytes: its length is known to the compiler
     form       uint64 [4]: shift and mask that give a lane's class, bits of a lane, bits to flip if negative
     rows       hazards uint32 [SCALES, classes]; group uint16 [classes]
@@ -13,8 +15,11 @@ Conventions of the arguments:
     curve      uint32 [514]: C at multiples of 1,024, the last twice; finder uint16
                [4096]: a node at or before each 2^19th value
     pace       int64 [2, SCALES]: weights of exposure, and thresholds between scales
-    sums       uint32 [65], tallies uint64 [16], all 1: room to work in. It comes from the caller, since numba frees
-               what it made itself as soon as only pointers to it are in use
+    sums       uint32 [65], tallies uint64 [16]: room to work in. It comes from the caller, since numba frees what it
+               made itself as soon as only pointers to it are in use
+
+An entry takes all blocks of a batch: to go in and out of compiled code takes as long as coding a small block, and
+threads that do it for each wait for the interpreter's lock most of the time.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -24,6 +29,7 @@ from numba import uint32, uint64
 
 from weightvc_kernels.context_vectors import (
     WIDE,
+    at_address,
     changes_of,
     compiled,
     inlined,
@@ -58,11 +64,14 @@ LEFT_OVER = 4
 
 
 @inlined
-def differ(a, b, at, words):
-    bits = uint64(0)
-    for j in range(uint64(words)):
-        bits |= a[at + j] ^ b[at + j]
-    return bits != uint64(0)
+def differ(x, y, first, lanes, piece):
+    """Whether some of `lanes` lanes differ, whole pieces of 64 bytes. Asks memory for those of the next unit."""
+    for j in range(first, first + uint64(lanes), uint64(piece)):
+        prefetch(x, j + uint64(lanes))
+        prefetch(y, j + uint64(lanes))
+        if changes_of(x, y, j) != uint64(0):
+            return True
+    return False
 
 
 @inlined
@@ -141,106 +150,115 @@ def bucket_of(u):
 
 
 @compiled
-def scan(x, y, xw, yw, lane, form, rows, planes, window, group, curve, pace, sums, flags, marks, steps, groups, was):
-    """Forward pass of the encoder: what is to be coded, in the decoder's order.
+def scan(
+    table, lane, form, rows, planes, window, group, curve, pace, sums, flags, marks, steps, groups, was, ends
+):  # fmt: skip
+    """Forward pass of the encoder: what is to be coded of each block, in the decoder's order.
 
-    Fills flags uint8 [units]; marks uint64: bit 63 for a rest, 31 bits of start, 32 of width; and for every mark that
-    is a change steps and was (old lanes), of the type of the lanes, and groups uint16. Returns how many marks and
-    changes there are. Room for 2 × lanes marks and lanes changes is always enough.
+    table: addresses of old and new lanes, and how many there are. Fills flags uint8 [units]; marks uint64: bit 63 for
+    a rest, 31 bits of start, 32 of width; and for every mark that is a change steps and was (old lanes), of the type
+    of the lanes, and groups uint16; block after block. Fills ends, int64 [blocks, 2], with the marks and the changes
+    up to each block's end. Room for 2 × lanes marks and lanes changes is always enough.
     """
     unit = UNIT // len(lane)
     piece = 64 // len(lane)
     word = 8 // len(lane)
     shift, mask, bits, flip = form[0], form[1], form[2], form[3]
-    n = x.size
-    units = (n + unit - 1) // unit
-    x, y, xw, yw = pointer(x), pointer(y), pointer(xw), pointer(yw)
+    blocks = table.shape[0]
+    table, ends = pointer(table), pointer(ends)
     rows, planes, group, curve, pace = pointer(rows), pointer(planes), pointer(group), pointer(curve), pointer(pace)
     flags, marks, steps, groups = pointer(flags), pointer(marks), pointer(steps), pointer(groups)
-    was = pointer(was)
-    count, found = uint64(0), uint64(0)
+    was, sums = pointer(was), pointer(sums)
     one = uint64(1)
-    sums = pointer(sums)
     classes = i64(mask) + 1
-    scale = MIDDLE
-    row, plane = offset(rows, scale * classes), offset(planes, scale * 64)
     narrow = WIDE and window >= 0
-    changes, expected, passed = i64(0), i64(0), i64(0)
-    for b in range(units):
-        begin, end = b * unit, min(n, b * unit + unit)
-        if end - begin == unit:
-            dirty = differ(xw, yw, uint64(b * (UNIT // 8)), UNIT // 8)
-        else:
-            dirty = False
-            for j in range(uint64(begin), uint64(end)):
-                dirty |= x[j] != y[j]
-        flags[b] = dirty
-        if not dirty:
-            continue
-        exposed, met = i64(0), i64(0)
-        ahead = end + unit <= n
-        p = begin
-        while p < end:
-            w = uint64(p // word)
-            if ahead:
-                prefetch(xw, w + uint64(UNIT // 8))
-                prefetch(yw, w + uint64(UNIT // 8))
-            length = min(end, p + piece) - p
-            first = uint64(p)
-            p += length
-            if length == piece:
-                different = changes_of(x, y, first)
-                if different == uint64(0):
-                    if narrow:
-                        total = wide_32(x, first, plane, window, shift, mask)
-                    else:
-                        total = _hazard(x, first, piece, row, shift, mask)
-                    if passed + total <= TOP:
-                        passed += total
-                        exposed += total
-                        continue
-                # Running sums and a bit for each change: the branches of a walk lane by lane cost more than both.
-                _running(x, first, piece, row, shift, mask, sums)
-            else:
-                different = uint64(0)
-                for j in range(uint64(length)):
-                    different |= uint64(x[first + j] != y[first + j]) << j
-                _running(x, first, length, row, shift, mask, sums)
-            base, k = i64(0), uint64(0)
-            while True:
-                j = lowest_bit(different) if different != uint64(0) else uint64(length)
-                reach = i64(sums[j + one]) if different != uint64(0) else i64(sums[j])
-                while passed + reach - base > TOP:
-                    while passed + i64(sums[k + one]) - base <= TOP:
-                        k += one
-                    start = _curve(curve, passed + i64(sums[k]) - base)
-                    marks[count] = (one << uint64(63)) | (uint64(start) << uint64(32)) | uint64(LOWEST - start)
-                    count += one
-                    passed, base = i64(0), i64(sums[k])
-                if different == uint64(0):
-                    break
-                different &= different - one
-                gone = passed + i64(sums[j]) - base
-                start = _curve(curve, gone)
-                hazard = reach - i64(sums[j])
-                marks[count] = (uint64(start) << uint64(32)) | uint64(_curve(curve, gone + hazard) - start)
-                count += one
-                passed, base = i64(0), reach
-                old = uint64(x[first + j])
-                steps[found] = step_of(old, uint64(y[first + j]), bits, flip)
-                groups[found] = group[(old >> shift) & mask]
-                was[found] = old
-                found += one
-                met += 1
-                exposed += (hazard >> 1) - hazard
-            total = i64(sums[uint64(length)])
-            passed += total - base
-            exposed += total
-        expected += ((exposed * pace[scale]) >> 16) - (expected >> 4)
-        changes += (met << 16) - (changes >> 4)
-        scale = _scale(changes, expected, scale, pace)
+    count, found, unit_of = uint64(0), uint64(0), uint64(0)
+    for block in range(uint64(blocks)):
+        place = uint64(3) * block
+        x, y = at_address(table[place], was), at_address(table[place + one], was)
+        xw, yw = at_address(table[place], marks), at_address(table[place + one], marks)
+        n = i64(table[place + uint64(2)])
+        units = (n + unit - 1) // unit
+        scale = MIDDLE
         row, plane = offset(rows, scale * classes), offset(planes, scale * 64)
-    return i64(count), i64(found)
+        changes, expected, passed = i64(0), i64(0), i64(0)
+        for b in range(units):
+            begin, end = b * unit, min(n, b * unit + unit)
+            if end - begin == unit:
+                dirty = differ(x, y, uint64(begin), unit, piece)
+            else:
+                dirty = False
+                for j in range(uint64(begin), uint64(end)):
+                    dirty |= x[j] != y[j]
+            flags[unit_of + uint64(b)] = dirty
+            if not dirty:
+                continue
+            exposed, met = i64(0), i64(0)
+            ahead = end + unit <= n
+            p = begin
+            while p < end:
+                w = uint64(p // word)
+                if ahead:
+                    prefetch(xw, w + uint64(UNIT // 8))
+                    prefetch(yw, w + uint64(UNIT // 8))
+                length = min(end, p + piece) - p
+                first = uint64(p)
+                p += length
+                if length == piece:
+                    different = changes_of(x, y, first)
+                    if different == uint64(0):
+                        if narrow:
+                            total = wide_32(x, first, plane, window, shift, mask)
+                        else:
+                            total = _hazard(x, first, piece, row, shift, mask)
+                        if passed + total <= TOP:
+                            passed += total
+                            exposed += total
+                            continue
+                    # Running sums and a bit for each change: the branches of a walk lane by lane cost more than both.
+                    _running(x, first, piece, row, shift, mask, sums)
+                else:
+                    different = uint64(0)
+                    for j in range(uint64(length)):
+                        different |= uint64(x[first + j] != y[first + j]) << j
+                    _running(x, first, length, row, shift, mask, sums)
+                base, k = i64(0), uint64(0)
+                while True:
+                    j = lowest_bit(different) if different != uint64(0) else uint64(length)
+                    reach = i64(sums[j + one]) if different != uint64(0) else i64(sums[j])
+                    while passed + reach - base > TOP:
+                        while passed + i64(sums[k + one]) - base <= TOP:
+                            k += one
+                        start = _curve(curve, passed + i64(sums[k]) - base)
+                        marks[count] = (one << uint64(63)) | (uint64(start) << uint64(32)) | uint64(LOWEST - start)
+                        count += one
+                        passed, base = i64(0), i64(sums[k])
+                    if different == uint64(0):
+                        break
+                    different &= different - one
+                    gone = passed + i64(sums[j]) - base
+                    start = _curve(curve, gone)
+                    hazard = reach - i64(sums[j])
+                    marks[count] = (uint64(start) << uint64(32)) | uint64(_curve(curve, gone + hazard) - start)
+                    count += one
+                    passed, base = i64(0), reach
+                    old = uint64(x[first + j])
+                    steps[found] = step_of(old, uint64(y[first + j]), bits, flip)
+                    groups[found] = group[(old >> shift) & mask]
+                    was[found] = old
+                    found += one
+                    met += 1
+                    exposed += (hazard >> 1) - hazard
+                total = i64(sums[uint64(length)])
+                passed += total - base
+                exposed += total
+            expected += ((exposed * pace[scale]) >> 16) - (expected >> 4)
+            changes += (met << 16) - (changes >> 4)
+            scale = _scale(changes, expected, scale, pace)
+            row, plane = offset(rows, scale * classes), offset(planes, scale * 64)
+        unit_of += uint64(units)
+        ends[uint64(2) * block] = i64(count)
+        ends[uint64(2) * block + one] = i64(found)
 
 
 @inlined
@@ -262,59 +280,92 @@ def _push_raw(x, out, at, value, bits):
     return (x << bits) | value, at
 
 
-@compiled
-def pack(flags, tallies, marks, count, steps, groups, found, index_bits, widths, starts, out):
-    """Backward pass of the encoder: rANS over what scan found. Returns where in out, uint32, the words begin.
+@inlined
+def most_words(count, found, units, lane):
+    """Words that the payload of a block with so many marks, changes and units can take."""
+    return (31 * count + found * (32 + 8 * lane) + 12 * units) // 32 + 8
 
-    widths and starts: uint32 [groups, buckets + 1] in twelve bits, the last the escape's; width 0: not listed.
+
+@inlined
+def _begin(tallies):
+    for k in range(uint64(2 * FLAG_CONTEXTS)):
+        tallies[k] = uint64(1)
+
+
+@compiled
+def pack(
+    table, lane, flags, tallies, marks, steps, groups, ends, chances, index_bits, widths, starts, out, spans
+):  # fmt: skip
+    """Backward pass of the encoder: rANS over what scan found, block after block.
+
+    Fills spans, int64 [blocks, 2], with where in out, uint32, each block's words begin and end: nowhere if nothing
+    changed. Room for most_words() of each block is always enough. chances is room for as many uint64 as a block has
+    units. widths and starts: uint32 [groups, buckets + 1] in twelve bits, the last the escape's; width 0: not listed.
     """
-    x = uint64(FIRST)
-    at, units = out.size, flags.size
+    unit = UNIT // len(lane)
+    blocks = table.shape[0]
     last, buckets = uint64(widths.shape[1] - 1), uint64(widths.shape[1])
-    flags, marks, steps, groups = pointer(flags), pointer(marks), pointer(steps), pointer(groups)
+    table, flags, tallies, marks, steps = (
+        pointer(table),
+        pointer(flags),
+        pointer(tallies),
+        pointer(marks),
+        pointer(steps),
+    )
+    groups, ends, chances, spans = pointer(groups), pointer(ends), pointer(chances), pointer(spans)
     widths, starts, out = pointer(widths), pointer(starts), pointer(out)
-    one, zero = uint64(1), uint64(0)
-    k = found
+    one, zero, two = uint64(1), uint64(0), uint64(2)
     step_bits, mark_bits = uint64(STEP_BITS), uint64(MARK_BITS)
-    for i in range(count - 1, -1, -1):
-        mark = marks[i]
-        if (mark >> uint64(63)) == zero:
-            k -= 1
-            g = uint64(groups[k]) * buckets
-            sign = uint64(steps[k]) & one
-            u = uint64(steps[k]) >> one
-            bucket, raw = bucket_of(u)
-            while raw > zero:
-                # Pieces of 16 bits; the lowest is decoded first, so it is coded last.
-                size = (raw - one) & uint64(15)
-                size += one
-                raw -= size
-                x, at = _push_raw(x, out, at, (u >> raw) & ((one << size) - one), size)
-            width = uint64(widths[g + bucket])
-            if width == zero:
-                x, at = _push_raw(x, out, at, (bucket << one) | sign, index_bits + one)
-                x, at = _push(x, out, at, uint64(starts[g + last]), uint64(widths[g + last]), step_bits)
+    first_mark, first_change, unit_of, room = i64(0), i64(0), i64(0), i64(0)
+    for block in range(uint64(blocks)):
+        units = (i64(table[uint64(3) * block + two]) + unit - 1) // unit
+        count, found = ends[two * block], ends[two * block + one]
+        if found == first_change:
+            spans[two * block], spans[two * block + one] = room, room
+            unit_of += units
+            continue
+        room += most_words(count - first_mark, found - first_change, units, len(lane))
+        x, at, k = uint64(FIRST), room, found
+        for i in range(count - 1, first_mark - 1, -1):
+            mark = marks[i]
+            if (mark >> uint64(63)) == zero:
+                k -= 1
+                g = uint64(groups[k]) * buckets
+                sign = uint64(steps[k]) & one
+                u = uint64(steps[k]) >> one
+                bucket, raw = bucket_of(u)
+                while raw > zero:
+                    # Pieces of 16 bits; the lowest is decoded first, so it is coded last.
+                    size = (raw - one) & uint64(15)
+                    size += one
+                    raw -= size
+                    x, at = _push_raw(x, out, at, (u >> raw) & ((one << size) - one), size)
+                width = uint64(widths[g + bucket])
+                if width == zero:
+                    x, at = _push_raw(x, out, at, (bucket << one) | sign, index_bits + one)
+                    x, at = _push(x, out, at, uint64(starts[g + last]), uint64(widths[g + last]), step_bits)
+                else:
+                    x, at = _push(x, out, at, uint64(starts[g + bucket]) + width * sign, width, step_bits)
+            x, at = _push(x, out, at, (mark >> uint64(32)) & uint64(0x7FFFFFFF), mark & uint64(0xFFFFFFFF), mark_bits)
+        # Flags are decoded before all else. Their chances depend on earlier flags: forward first.
+        _begin(tallies)
+        past = zero
+        for b in range(units):
+            width, flag = _chance(tallies, past), flags[unit_of + b]
+            if flag:
+                chances[b] = (uint64(4096) - width) << uint64(32) | width
             else:
-                x, at = _push(x, out, at, uint64(starts[g + bucket]) + width * sign, width, step_bits)
-        x, at = _push(x, out, at, (mark >> uint64(32)) & uint64(0x7FFFFFFF), mark & uint64(0xFFFFFFFF), mark_bits)
-    # Flags are decoded before all else. Their chances depend on earlier flags: forward first, into marks' room.
-    tallies = pointer(tallies)
-    past = zero
-    chances = marks
-    for b in range(units):
-        width = _chance(tallies, past)
-        if flags[b]:
-            chances[b] = (uint64(4096) - width) << uint64(32) | width
-        else:
-            chances[b] = uint64(4096) - width
-        past = _turn(tallies, past, uint64(flags[b]))
-    for b in range(units - 1, -1, -1):
-        x, at = _push(x, out, at, chances[b] >> uint64(32), chances[b] & uint64(0xFFFFFFFF), step_bits)
-    at -= 1
-    out[at] = uint32(x & uint64(0xFFFFFFFF))
-    at -= 1
-    out[at] = uint32(x >> uint64(32))
-    return at
+                chances[b] = uint64(4096) - width
+            past = _turn(tallies, past, uint64(flag))
+        for b in range(units - 1, -1, -1):
+            x, at = _push(x, out, at, chances[b] >> uint64(32), chances[b] & uint64(0xFFFFFFFF), step_bits)
+        at -= 1
+        out[at] = uint32(x & uint64(0xFFFFFFFF))
+        at -= 1
+        out[at] = uint32(x >> uint64(32))
+        spans[two * block], spans[two * block + one] = at, room
+        first_mark, first_change = count, found
+        unit_of += units
 
 
 @inlined
@@ -339,17 +390,11 @@ def _refill(x, words, final, at):
     return more if short else x, at + uint64(short)
 
 
-@compiled
-def unflag(words, tallies, flags):
-    """Decode flags uint8 [units] from words uint32, at least two. Returns status, state and words used."""
-    x = (uint64(words[0]) << uint64(32)) | uint64(words[1])
-    if x < uint64(LOWEST) or (x >> uint64(63)) != uint64(0):
-        return WRONG_STATE, x, 2
-    tallies = pointer(tallies)
+@inlined
+def _unflag(words, tallies, flags, units, x, final, at):
+    """Decode the flags of a block from its words. Returns the state, and the word that comes next."""
+    _begin(tallies)
     past = uint64(0)
-    units, final = flags.size, uint64(words.size - 1)
-    flags, words = pointer(flags), pointer(words)
-    at = uint64(2)
     for b in range(units):
         width = _chance(tallies, past)
         z = x & uint64(4095)
@@ -361,35 +406,23 @@ def unflag(words, tallies, flags):
         x, at = _refill(x, words, final, at)
         flags[b] = flag
         past = _turn(tallies, past, flag)
-    return OK, x, i64(at)
+    return x, at
 
 
-@compiled
-def apply(
-    x, lane, form, rows, planes, window, group, curve, finder, pace, sums,
-    flags, words, state, at, index_bits, slots, widths, starts,
+@inlined
+def _apply(
+    x, n, units, lane, form, rows, planes, window, group, curve, finder, pace, sums,
+    flags, words, s, ip, final, index_bits, last, slots, widths, starts,
 ):  # fmt: skip
-    """Decode into x, which holds the old lanes. Returns a status; unless it is OK, x is left half-way.
-
-    Writes lanes of x and nothing else, ends after at most one pass over it, and reads words within bounds.
-    """
+    """Decode one block, whose flags are decoded. Returns a status; unless it is OK, x is left half-way."""
     unit = UNIT // len(lane)
     piece = 64 // len(lane)
     shift, mask, bits, flip = form[0], form[1], form[2], form[3]
     top = bits - uint64(1)
     ones = (((uint64(1) << top) - uint64(1)) << uint64(1)) | uint64(1)
-    n = x.size
-    units = (n + unit - 1) // unit
     one, zero = uint64(1), uint64(0)
     lowest = uint64(LOWEST)
-    last, buckets = uint64(widths.shape[1] - 1), uint64(widths.shape[1])
-    final = uint64(words.size - 1)
-    x, flags, words, group, curve = pointer(x), pointer(flags), pointer(words), pointer(group), pointer(curve)
-    rows, planes, finder, pace = pointer(rows), pointer(planes), pointer(finder), pointer(pace)
-    slots, widths, starts = pointer(slots), pointer(widths), pointer(starts)
-    sums = pointer(sums)
-    s = uint64(state)
-    ip = uint64(at)
+    buckets = last + one
     classes = i64(mask) + 1
     scale = MIDDLE
     row, plane = offset(rows, scale * classes), offset(planes, scale * 64)
@@ -517,3 +550,52 @@ def apply(
     if s != uint64(FIRST):
         return WRONG_STATE
     return OK if ip == final + one else LEFT_OVER
+
+
+@compiled
+def apply(
+    table, lane, like, form, rows, planes, window, group, curve, finder, pace, sums, tallies, flags, words,
+    index_bits, slots, widths, starts,
+):  # fmt: skip
+    """Decode into lanes that hold the old ones, block after block: their addresses and how many there are, and where
+    the payload begins and ends in words, at least two of them. `like` is an array of such lanes, flags room for the
+    units of a block.
+
+    Returns how many blocks were decoded, and a status: unless that is OK the next one is left half-way, and those
+    behind it are as they were. Writes those lanes and nothing else, ends after at most one pass over them, and reads
+    words within bounds.
+    """
+    unit = UNIT // len(lane)
+    blocks, last = table.shape[0], uint64(widths.shape[1] - 1)
+    table, like, flags, words, tallies = (
+        pointer(table),
+        pointer(like),
+        pointer(flags),
+        pointer(words),
+        pointer(tallies),
+    )
+    group, curve, rows, planes, finder = (
+        pointer(group),
+        pointer(curve),
+        pointer(rows),
+        pointer(planes),
+        pointer(finder),
+    )
+    pace, slots, widths, starts, sums = pointer(pace), pointer(slots), pointer(widths), pointer(starts), pointer(sums)
+    one, four = uint64(1), uint64(4)
+    for block in range(uint64(blocks)):
+        place = four * block
+        x, n = at_address(table[place], like), i64(table[place + one])
+        begin, final = table[place + uint64(2)], table[place + uint64(3)] - one
+        units = (n + unit - 1) // unit
+        state = (uint64(words[begin]) << uint64(32)) | uint64(words[begin + one])
+        if state < uint64(LOWEST) or (state >> uint64(63)) != uint64(0):
+            return i64(block), WRONG_STATE
+        state, ip = _unflag(words, tallies, flags, units, state, final, begin + uint64(2))
+        status = _apply(
+            x, n, units, lane, form, rows, planes, window, group, curve, finder, pace, sums,
+            flags, words, state, ip, final, index_bits, last, slots, widths, starts,
+        )  # fmt: skip
+        if status != OK:
+            return i64(block), status
+    return i64(blocks), OK

@@ -8,50 +8,55 @@ What they find decides how small a payload gets, never what it means.
 from math import log2
 
 import numpy as np
+from numba import int64 as i64
 from numba import uint32, uint64
 
 from weightvc_kernels.context_kernels import UNIT, bucket_of, differ, step_of
-from weightvc_kernels.context_vectors import changes_of, compiled, inlined, lowest_bit, pointer
+from weightvc_kernels.context_vectors import at_address, changes_of, compiled, inlined, lowest_bit, pointer
 
 
 @compiled
-def tally(x, y, xw, yw, lane, form, first, stride, seen, changed, histogram):
+def tally(table, lane, like, form, stride, seen, changed, histogram):
     """Count lanes and changes by class, and steps by class and bucket, in every stride-th unit that changed.
 
-    Adds to seen and changed, int64 [classes], and histogram, int64 [classes, buckets].
+    table uint64 [blocks, 3]: addresses of old and new lanes of the type of `like`, and how many there are. Adds to
+    seen and changed, int64 [classes], and histogram, int64 [classes, buckets].
     """
     unit = UNIT // len(lane)
     piece = 64 // len(lane)
     shift, mask, bits, flip = form[0], form[1], form[2], form[3]
-    n, one = x.size, uint64(1)
+    one = uint64(1)
     # Neighbours often share a class: by turns, so that no count waits for the one before.
     parts = np.zeros((4, 2048), np.uint32)
-    counts = pointer(parts)
-    xs, ys = pointer(x), pointer(y)
-    for b in range(first, (n + unit - 1) // unit, stride):
-        begin, end = b * unit, min(n, b * unit + unit)
-        if end - begin == unit and not differ(pointer(xw), pointer(yw), uint64(b * (UNIT // 8)), UNIT // 8):
-            continue
-        some = False
-        for p in range(begin, end, piece):
-            different = uint64(0)
-            if p + piece <= end:
-                different = changes_of(xs, ys, uint64(p))
-            else:
-                for j in range(uint64(end - p)):
-                    different |= uint64(x[uint64(p) + j] != y[uint64(p) + j]) << j
-            some |= different != uint64(0)
-            while different != uint64(0):
-                j = uint64(p) + lowest_bit(different)
-                different &= different - one
-                c = (uint64(x[j]) >> shift) & mask
-                changed[c] += 1
-                bucket, _ = bucket_of(step_of(uint64(x[j]), uint64(y[j]), bits, flip) >> one)
-                histogram[c, bucket] += 1
-        if some:
-            for j in range(uint64(begin), uint64(end)):
-                place = ((j & uint64(3)) << uint64(11)) | ((uint64(xs[j]) >> shift) & mask)
-                counts[place] += uint32(1)
+    counts, like = pointer(parts), pointer(like)
+    for block in range(table.shape[0]):
+        x, y = at_address(table[block, 0], like), at_address(table[block, 1], like)
+        n = i64(table[block, 2])
+        units = (n + unit - 1) // unit
+        for b in range((min(stride, max(1, units)) - 1) // 2, units, stride):
+            begin, end = b * unit, min(n, b * unit + unit)
+            if end - begin == unit and not differ(x, y, uint64(begin), unit, piece):
+                continue
+            some = False
+            for p in range(begin, end, piece):
+                different = uint64(0)
+                if p + piece <= end:
+                    different = changes_of(x, y, uint64(p))
+                else:
+                    for j in range(uint64(end - p)):
+                        different |= uint64(x[uint64(p) + j] != y[uint64(p) + j]) << j
+                some |= different != uint64(0)
+                while different != uint64(0):
+                    j = uint64(p) + lowest_bit(different)
+                    different &= different - one
+                    c = (uint64(x[j]) >> shift) & mask
+                    changed[c] += 1
+                    bucket, _ = bucket_of(step_of(uint64(x[j]), uint64(y[j]), bits, flip) >> one)
+                    histogram[c, bucket] += 1
+            if some:
+                for j in range(uint64(begin), uint64(end)):
+                    place = ((j & uint64(3)) << uint64(11)) | ((uint64(x[j]) >> shift) & mask)
+                    counts[place] += uint32(1)
     for c in range(seen.size):
         for k in range(4):
             seen[c] += parts[k, c]

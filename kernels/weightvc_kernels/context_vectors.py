@@ -78,6 +78,17 @@ def pointer(context: Any, array: Any) -> Any:
 
 
 @generated
+def at_address(context: Any, address: Any, like: Any) -> Any:
+    """The pointer to what lies at `address`, of the type of the pointer `like`: the blocks of a batch are given
+    so."""
+
+    def generate(ctx: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], arguments[1].type)
+
+    return like(types.uint64, like), generate
+
+
+@generated
 def offset(context: Any, data: Any, index: Any) -> Any:
     """The pointer that is `index` elements on."""
 

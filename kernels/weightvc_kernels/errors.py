@@ -6,3 +6,8 @@ class CodecError(ValueError):
 
     For a payload from storage it means corruption: fetch it again, or run fsck.
     """
+
+    def __init__(self, text: str, job: int = 0) -> None:
+        super().__init__(text)
+        self.job = job
+        """Where many blocks are decoded at once, which of them it is: those before it may have been written to."""

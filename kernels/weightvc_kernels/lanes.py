@@ -63,6 +63,12 @@ def as_lanes(buffer: Buffer, lane: int) -> Lanes:
     return data.view(dtype)
 
 
+def address(block: Lanes) -> int:
+    """Where the first lane of a block lies in memory."""
+    place: int = block.__array_interface__["data"][0]
+    return place
+
+
 def changed(old: Lanes, new: Lanes) -> Positions:
     """Ascending positions [changes], int64, of the lanes in which `old` and `new` [lanes] differ."""
     per = 8 // old.itemsize

@@ -1,5 +1,6 @@
 """Payloads one after the other: several made into one, or turned around, on one block.
 
+    apply      blocks in place, many at once
     replay     the block that payloads lead to
     compose    A → B and B → C make A → C
     invert     A → B makes B → A, given A
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weightvc_kernels import codec as plain
-from weightvc_kernels import context, lanes
+from weightvc_kernels import context, lanes, rice
 from weightvc_kernels.errors import CodecError
 from weightvc_kernels.lanes import Buffer, Bytes, Lanes
 
@@ -36,21 +37,49 @@ class Payload(NamedTuple):
     """What a CONTEXT payload was coded with; else None."""
 
 
+def apply(jobs: Sequence[tuple[Payload, Buffer]], lane: int) -> None:
+    """Turn each target, a block that its payload is of, into the new one, in place; those of one codec all at once.
+
+    Raises CodecError for a malformed payload, or a codec that is not known, with its number in `job`: its target is
+    then neither the old block nor the new, and others may be either.
+    """
+    several: dict[int, list[int]] = {}
+    models: dict[int, context.Model] = {}
+    for job, ((codec, data, model), target) in enumerate(jobs):
+        if codec == CONTEXT:
+            if model is None:
+                text = "a CONTEXT payload without its model: pass the model of the patch that it is from"
+                raise CodecError(text, job)
+            models[id(model)] = model
+            several.setdefault(id(model), []).append(job)
+        elif codec == plain.RICE:
+            several.setdefault(0, []).append(job)
+        elif codec != SAME:
+            try:
+                plain.decode_patch_into(codec, data, target, lane)
+            except CodecError as error:
+                raise CodecError(str(error), job) from None
+        elif lanes.as_bytes(data).size:
+            raise CodecError(f"a payload of {lanes.as_bytes(data).size} bytes where nothing changes", job)
+    for which, numbers in several.items():
+        batch = [(jobs[job][0].data, jobs[job][1]) for job in numbers]
+        try:
+            if which:
+                context.decode_batch(models[which], batch)
+            else:
+                rice.decode_batch(batch, lane)
+        except CodecError as error:
+            raise CodecError(str(error), numbers[error.job]) from None
+
+
 def replay(payloads: Sequence[Payload], old: Buffer, lane: int) -> Bytes:
     """The block that `payloads`, applied to `old` in turn, lead to: uint8 [bytes], a fresh array.
 
     Raises CodecError for a malformed payload, or a codec that is not known.
     """
     block = lanes.as_bytes(old).copy()
-    for codec, data, model in payloads:
-        if codec == CONTEXT:
-            if model is None:
-                raise CodecError("a CONTEXT payload without its model: pass the model of the patch that it is from")
-            context.decode_into(model, data, block)
-        elif codec != SAME:
-            plain.decode_patch_into(codec, data, block, lane)
-        elif lanes.as_bytes(data).size:
-            raise CodecError(f"a payload of {lanes.as_bytes(data).size} bytes where nothing changes")
+    for payload in payloads:
+        apply([(payload, block)], lane)
     return block
 
 

@@ -11,6 +11,7 @@ numba, are imported at the first call.
 """
 
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -44,7 +45,6 @@ _PLAIN = 64
 _RUN_LIMIT = 15
 _ROOM = 16 << 20
 _local = threading.local()
-_NOTHING = np.empty(0, np.uint8)
 _EXTRA = (4, 7, 14, 20, *range(25, 300, 4))
 
 
@@ -64,34 +64,49 @@ def encode(old: Buffer, new: Buffer, dtype: str, lane: int) -> bytes:
 
 
 def encode_patch(old: Buffer, new: Buffer, dtype: str, lane: int) -> tuple[bytes, Lanes]:
-    """The payload that turns `old` into `new`, and the old lanes [changes] that change.
+    """The payload that turns `old` into `new`, and the old lanes [changes] that change, as encode_batch has them."""
+    return encode_batch([(old, new)], dtype, lane)[0]
 
-    Empty if the blocks are equal. `dtype` is a safetensors name: what a lane's class is; any other is taken for
-    integers. Raises CodecError if the lengths differ, or are over BLOCK_LIMIT or not a whole number of lanes.
+
+def encode_batch(pairs: Sequence[tuple[Buffer, Buffer]], dtype: str, lane: int) -> list[tuple[bytes, Lanes]]:
+    """Of each pair of an old and a new block the payload, and the old lanes [changes] that change.
+
+    Empty if the blocks are equal, and the same whatever other blocks are in the batch. `dtype` is a safetensors name:
+    what a lane's class is; any other is taken for integers. Raises CodecError if lengths differ, or are over
+    BLOCK_LIMIT or not a whole number of lanes.
     """
-    before, after = _block(old, lane), _block(new, lane)
-    if before.size != after.size:
-        raise CodecError(f"old has {before.nbytes} bytes, new {after.nbytes}: a patch needs blocks of one length")
-    kernels, n = _kernels(), before.size
-    where, was, now = _room(0, n, np.uint32), _room(1, n, before.dtype), _room(2, n, before.dtype)
-    count = int(kernels.scan(_frozen(before), _frozen(after), _size(lane), where, was, now))
+    rows, held, n = [], [], 0
+    for old, new in pairs:
+        before, after = _block(old, lane), _block(new, lane)
+        if before.size != after.size:
+            raise CodecError(f"old has {before.nbytes} bytes, new {after.nbytes}: a patch needs blocks of one length")
+        before, after = (side if side.flags.aligned else side.copy() for side in (before, after))
+        held += [before, after]
+        rows.append((lanes.address(before), lanes.address(after), before.size))
+        n += before.size
+    kernels, kind = _kernels(), lanes.dtype_of(lane)
+    where, was, now = _room(0, n, np.uint32), _room(1, n, kind), _room(2, n, kind)
+    ends = np.zeros(len(rows), np.int64)
+    kernels.scan(np.array(rows, np.uint64).reshape(-1, 3), _size(lane), where, was, now, ends)
+    del held
+    count = int(ends[-1]) if rows else 0
     if not count:
-        return b"", was[:0]
-    shift, plain = form_of(dtype, lane)
-    form = _form(lane, shift, plain)
-    counts = np.zeros((int(form[1]) + 1, 8 * lane), np.uint32)
-    kernels.tally(was, now, count, form, counts)
-    border, run_bits = kernels.settle(counts, prices(8 * lane - 1))
-    groups = -(-count // GROUP)
-    bounds = np.empty((groups, 2), np.uint64)
-    # A gap, a sign, a run and a step take 42, 1, 42 and 80 bits at most.
-    out = _room(3, count * 21 + groups + 16, np.uint8)
-    bits = kernels.pack(
-        *(where, was, now, count, form, border, run_bits, prices(GAP_BITS)),
-        *(np.empty(GAP_BITS + 2, np.uint32), np.empty(GROUP + 1, np.uint64), bounds, out),
+        return [(b"", was[:0])] * len(rows)
+    form = _form(lane, *form_of(dtype, lane))
+    most = -(-int(np.diff(ends, prepend=0).max()) // GROUP)
+    # A gap, a sign, a run and a step take 42, 1, 42 and 80 bits at most; of the index a group takes 59.
+    out = _room(3, count * 21 + 9 * (count // GROUP) + 64 * len(rows), np.uint8)
+    spans = np.empty((len(rows), 2), np.int64)
+    kernels.pack(
+        *(ends, where, was, now, form, prices(8 * lane - 1), prices(GAP_BITS)),
+        *(np.zeros((int(form[1]) + 1, 8 * lane), np.uint32), np.empty(GAP_BITS + 2, np.uint32)),
+        *(np.empty(GROUP + 1, np.uint64), np.empty((most, 2), np.uint64), out, spans),
     )
-    head = put_head(count, shift, plain, int(border), int(run_bits)) + put_index(bounds[:-1])
-    return head + out[: (bits + 7) // 8].tobytes(), was[:count].copy()
+    whole, first, made = was[:count].copy(), 0, []
+    for (begin, end), last in zip(spans.tolist(), ends.tolist(), strict=True):
+        made.append((out[begin:end].tobytes(), whole[first:last]))
+        first = last
+    return made
 
 
 class Head(NamedTuple):
@@ -106,6 +121,11 @@ class Head(NamedTuple):
     size_bits: int = 0
     nbytes: int = 0
     """Its own bytes: where the index begins."""
+
+    def pack(self) -> npt.NDArray[np.uint64]:
+        """As the kernels take it."""
+        fields = self.changes, self.shift, self.plain, self.run_bits, self.border, self.span_bits, self.size_bits
+        return np.array([*fields, self.nbytes], np.uint64)
 
     @classmethod
     def parse(cls, data: Bytes, count: int, lane: int) -> "Head":
@@ -133,10 +153,8 @@ class Head(NamedTuple):
 class Changes:
     """What a payload changes in a block of `count` lanes. Decodes positions at once, new lanes when asked."""
 
-    def __init__(self, payload: Buffer, count: int, lane: int, ahead: Lanes | None = None) -> None:
-        """`ahead`, the block, if it is at hand: memory is asked for what changes, in time.
-
-        Raises CodecError for a malformed payload: all that can be told without the old lanes is checked."""
+    def __init__(self, payload: Buffer, count: int, lane: int) -> None:
+        """Raises CodecError for a malformed payload: all that can be told without the old lanes is checked."""
         lanes.dtype_of(lane)
         data = lanes.as_bytes(payload)
         self.lane = lane
@@ -145,20 +163,12 @@ class Changes:
         head = Head.parse(data, count, lane)
         if not data.size:
             return
-        self._border, self._run_bits = head.border, head.run_bits
-        self._form = _form(lane, head.shift, head.plain)
-        groups = -(-head.changes // GROUP)
         kernels = _kernels()
-        self._data = np.zeros(data.size + kernels.SLACK, np.uint8)
-        self._data[: data.size] = data
-        self._bounds = np.empty((groups + 1, 3), np.uint64)
+        self._head = head.pack()
+        self._data = np.concatenate([data, np.zeros(kernels.SLACK, np.uint8)])
+        self._bounds = np.empty((-(-head.changes // GROUP) + 1, 3), np.uint64)
         where = np.empty(head.changes, np.uint32)
-        block = _NOTHING if ahead is None else ahead.view(np.uint8)
-        status = kernels.positions(
-            *(self._data, data.size, head.nbytes, head.span_bits, head.size_bits, head.changes),
-            *(count, self._bounds, where, _frozen(block), lane),
-        )
-        _check(status)
+        _check(kernels.positions(self._data, data.size, self._head, count, self._bounds, where))
         self.where = where
 
     @property
@@ -174,33 +184,9 @@ class Changes:
         out = np.array(lanes.as_lanes(old_at, self.lane))
         if out.size != self.where.size:
             raise CodecError(f"{out.size} old lanes for a patch of {self.where.size} changes: gather them anew")
-        self._apply(out)
+        if out.size:
+            _check(_kernels().values(self._data, self._head, _size(self.lane), self._bounds, out))
         return out
-
-    def _apply(self, was: Lanes) -> None:
-        if was.size:
-            status = _kernels().values(
-                *(self._data, was.size, _size(self.lane), self._form, self._border, self._run_bits),
-                *(self._bounds, was),
-            )
-            _check(status)
-
-    def gather(self, block: Lanes) -> Lanes:
-        """The lanes [changes] of `block` [lanes] that change."""
-        if not block.flags.aligned:
-            return block[self.where]
-        was = np.empty(self.where.size, block.dtype)
-        _kernels().gather(_frozen(block), self.where, was)
-        return was
-
-    def apply(self, block: Lanes) -> None:
-        """Change `block` [lanes], in place. Raises CodecError for a malformed payload, before the first write."""
-        now = self.gather(block)
-        self._apply(now)
-        if block.flags.aligned:
-            _kernels().scatter(block, self.where, now)
-        else:
-            block[self.where] = now
 
 
 def decode(payload: Buffer, old: Buffer, lane: int) -> Bytes:
@@ -211,17 +197,62 @@ def decode(payload: Buffer, old: Buffer, lane: int) -> Bytes:
 
 
 def decode_into(payload: Buffer, target: Buffer, lane: int) -> None:
-    """Turn `target`, which holds the old block, into the new one, in place.
+    """Turn `target`, which holds the old block, into the new one, in place. Raises CodecError as decode_batch
+    does."""
+    decode_batch([(payload, target)], lane)
 
-    Everything is decoded and checked before the first write. Raises CodecError, target untouched, for a malformed
-    payload or a target that cannot be written to. Steps are relative: check digests before and after.
+
+def decode_batch(jobs: Sequence[tuple[Buffer, Buffer]], lane: int) -> None:
+    """Of each payload and its target turn the target, which holds the old block, into the new one, in place.
+
+    All of a block is decoded and checked before the first write to it. Raises CodecError for a malformed payload or a
+    target that cannot be written to, with its number in `job`: that target and those behind it are untouched, those
+    before it are decoded or untouched too. Steps are relative: check digests before and after.
     """
-    block = _block(target, lane)
-    if not block.flags.writeable:
-        raise CodecError("target is read-only: pass a writable buffer, or use decode")
-    changes = Changes(payload, block.size, lane, block)
-    if changes.where.size:
-        changes.apply(block)
+    rows: list[tuple[int, int, int, int]] = []
+    parts, numbers, copies, most, at = [], [], [], 0, 0
+    for job, (payload, target) in enumerate(jobs):
+        block = _block(target, lane)
+        if not block.flags.writeable:
+            raise CodecError("target is read-only: pass a writable buffer, or use decode", job)
+        data = lanes.as_bytes(payload)
+        if not data.size:
+            continue
+        x = block
+        if not block.flags.aligned:
+            x = block.copy()
+            copies.append((len(rows), block, x))
+        rows.append((lanes.address(x), x.size, at, at + data.size))
+        numbers.append(job)
+        parts.append(data)
+        # A change takes one bit at least.
+        most, at = max(most, min(x.size, 8 * data.size)), at + data.size
+    if not rows:
+        return
+    kernels = _kernels()
+    done, status = kernels.decode(
+        *(np.array(rows, np.uint64), _size(lane)),
+        *(np.concatenate([*parts, np.zeros(kernels.SLACK, np.uint8)]), np.empty(kernels.FIELDS, np.uint64)),
+        np.empty((-(-most // GROUP) + 1, 3), np.uint64),
+        *(_room(0, most, np.uint32), _room(1, most, lanes.dtype_of(lane))),
+    )
+    for row, block, x in copies:
+        if row < done:
+            block[:] = x
+    if status:
+        job = numbers[done]
+        if status == kernels.WRONG_HEAD:
+            _malformed(parts[done], rows[done][1], lane, job)
+        raise CodecError(reason(status), job)
+
+
+def _malformed(data: Bytes, count: int, lane: int, job: int) -> None:
+    """Raise what is wrong with a payload's head."""
+    try:
+        Head.parse(data, count, lane)
+    except CodecError as error:
+        raise CodecError(str(error), job) from None
+    raise AssertionError("a head that is refused, and parses")
 
 
 def positions_values(payload: Buffer, old: Buffer, lane: int) -> tuple[Positions, Lanes]:
@@ -230,10 +261,8 @@ def positions_values(payload: Buffer, old: Buffer, lane: int) -> tuple[Positions
     Raises CodecError as decode_into does.
     """
     block = _block(old, lane)
-    changes = Changes(payload, block.size, lane, block)
-    values = changes.gather(block)
-    changes._apply(values)
-    return changes.at, values
+    changes = Changes(payload, block.size, lane)
+    return changes.at, changes.values(block[changes.where])
 
 
 def _room(which: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

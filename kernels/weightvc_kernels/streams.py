@@ -42,6 +42,8 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     write_checksum=False,
 )
 _ESCAPE = 255
+# Of fewer numbers no bits are kept apart: a bit plane takes whole bytes, which would be mostly padding.
+_FEW = 8
 # Lanes that are taken apart or put together at once: few enough to stay in a processor's own cache.
 _PIECE = 1 << 15
 _MAGIC = b"\x28\xb5\x2f\xfd"
@@ -85,6 +87,8 @@ def put_section(data: Bytes) -> bytes:
 
 def put_numbers(values: Lanes) -> bytes:
     """`values`, unsigned [n], as a number stream."""
+    if values.size < _FEW:
+        return _put_few(values.tolist())
     low = _low_bits(values)
     parts = [bytes([low])]
     if low:
@@ -102,11 +106,21 @@ def put_numbers(values: Lanes) -> bytes:
     return b"".join(parts)
 
 
+def _put_few(values: list[int]) -> bytes:
+    """The same of so few that nothing of it is squeezed: blocks with as few changes are many."""
+    out = bytearray([0, 2 * len(values), *(min(value, _ESCAPE) for value in values)])
+    rest = [value - _ESCAPE for value in values if value >= _ESCAPE]
+    if rest:
+        depth = (max(rest).bit_length() + 7) // 8
+        out.append(depth)
+        for j in range(depth):
+            out.append(2 * len(rest))
+            out += bytes(value >> 8 * j & 255 for value in rest)
+    return bytes(out)
+
+
 def _low_bits(values: Lanes) -> int:
     """Leave the median of a sample four bits of symbol, so that gaps of any mean get a few dozen symbols."""
-    # A bit plane takes whole bytes, which would be mostly padding here.
-    if values.size < 8:
-        return 0
     sample = np.sort(values[:: max(1, values.size // 1024)])
     return max(0, int(sample[sample.size // 2]).bit_length() - 4)
 

@@ -274,3 +274,21 @@ def blocks(schema: Schema, sources: Sequence[int] | None) -> list[tuple[int, int
             out.append((low, high))
             low = high
     return out
+
+
+def runs(schema: Schema, blocks: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Blocks that lie side by side, are of one dtype and have at most BLOCK bytes together, or one block by itself:
+    what a thread reads, codes and checks at once, since of small ones each would take longer to begin than to do."""
+    borders = {first for first, _ in schema.dtype_runs}
+    out: list[list[tuple[int, int]]] = []
+    end, room = -1, 0
+    for low, high in blocks:
+        nbytes = schema.position(high) - schema.position(low)
+        if low == end and low not in borders and nbytes <= room:
+            out[-1].append((low, high))
+            room -= nbytes
+        else:
+            out.append([(low, high)])
+            room = BLOCK - nbytes
+        end = high
+    return out

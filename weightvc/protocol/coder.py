@@ -10,8 +10,8 @@ RICE blocks are applied several times as fast as CONTEXT blocks. Where few weigh
 bytes, so that auto keeps CONTEXT there; of dense float32 and of integers they take a few per cent more.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from weightvc.objects import manifest
 from weightvc.objects.frame import Buffer
@@ -24,6 +24,8 @@ MARGIN: Final = 8
 """By more than one part in so many another coding has to be smaller, to be had instead of RICE."""
 CONTEXT_FROM: Final = 1 << 20
 """Bytes of a tree from which the context codec pays: it loads compiled code, and its tables weigh something."""
+Coded: TypeAlias = tuple[int, bytes, Any]
+"""Codec, payload, and the old lanes [changes] that change."""
 FEW: Final = 4
 """Changes of a block that may not earn the start of the context coder: of so many SPARSE is tried too."""
 
@@ -56,43 +58,58 @@ class Coder:
                 self._tables[dtype] = context.tables(stats, dtype)
                 self._models[dtype] = context.Model(self._tables[dtype], dtype)
 
-    def patch(self, dtype: str, lane: int, old: Buffer, new: Buffer) -> tuple[int, bytes, Any]:
+    def patch(self, dtype: str, lane: int, old: Buffer, new: Buffer) -> Coded:
         """Codec, payload, and the old lanes [changes] that change."""
+        return self.patches(dtype, lane, [(old, new)])[0]
+
+    def patches(self, dtype: str, lane: int, pairs: Sequence[tuple[Buffer, Buffer]]) -> list[Coded]:
+        """The same of each of many blocks: in compiled code they are all coded at once."""
+        if not pairs:
+            return []
         # What is compiled has to be loaded: for small trees only if asked for.
         rice = self._policy == "fast" or (self._policy == "auto" and self._large)
-        coded = (self._rice if rice else self._small)(dtype, lane, old, new)
-        if coded[0] == manifest.CONTEXT:
+        coded = (self._rice if rice else self._small)(dtype, lane, pairs)
+        if any(codec == manifest.CONTEXT for codec, _, _ in coded):
             self._used.add(dtype)
         return coded
 
-    def _rice(self, dtype: str, lane: int, old: Buffer, new: Buffer) -> tuple[int, bytes, Any]:
+    def _rice(self, dtype: str, lane: int, pairs: Sequence[tuple[Buffer, Buffer]]) -> list[Coded]:
         import weightvc_kernels as kernels
 
-        payload, was = kernels.rice.encode_patch(old, new, dtype, lane)
-        if self._policy == "auto":
-            other = self._small(dtype, lane, old, new)
-        elif 4 * len(payload) > len(new):
-            other = kernels.encode_patch(old, new, lane)
-        else:
-            # The others never come near where little changed.
-            return manifest.RICE, payload, was
-        if MARGIN * len(payload) > (MARGIN + 1) * len(other[1]) or len(payload) > len(new):
-            return other
-        return manifest.RICE, payload, was
+        others = self._small(dtype, lane, pairs) if self._policy == "auto" else []
+        made: list[Coded] = []
+        for i, (payload, was) in enumerate(kernels.rice.encode_batch(pairs, dtype, lane)):
+            old, new = pairs[i]
+            made.append((manifest.RICE, payload, was))
+            if others:
+                other = others[i]
+            elif 4 * len(payload) > len(new):
+                other = kernels.encode_patch(old, new, lane)
+            else:
+                # The others never come near where little changed.
+                continue
+            if MARGIN * len(payload) > (MARGIN + 1) * len(other[1]) or len(payload) > len(new):
+                made[i] = other
+        return made
 
-    def _small(self, dtype: str, lane: int, old: Buffer, new: Buffer) -> tuple[int, bytes, Any]:
+    def _small(self, dtype: str, lane: int, pairs: Sequence[tuple[Buffer, Buffer]]) -> list[Coded]:
         import weightvc_kernels as kernels
 
         model = self._models.get(dtype)
         if model is None:
-            return kernels.encode_patch(old, new, lane)
-        payload, was = kernels.context.encode_patch(model, old, new)
-        # Few changes do not earn the coder's start; many may be stored whole. Between the two it always wins.
-        if was.size < FEW or 4 * len(payload) > len(new):
-            plain = kernels.encode_patch(old, new, lane)
-            if len(plain[1]) <= len(payload):
-                return plain
-        return manifest.CONTEXT, payload, was
+            return [kernels.encode_patch(old, new, lane) for old, new in pairs]
+        made: list[Coded] = []
+        for (old, new), (payload, was) in zip(pairs, kernels.context.encode_batch(model, pairs), strict=True):
+            coded = manifest.CONTEXT, payload, was
+            if not payload:
+                coded = kernels.SPARSE, payload, was
+            # Few changes do not earn the coder's start; many may be stored whole. Between the two it always wins.
+            elif was.size < FEW or 4 * len(payload) > len(new):
+                plain = kernels.encode_patch(old, new, lane)
+                if len(plain[1]) <= len(payload):
+                    coded = plain
+            made.append(coded)
+        return made
 
     @property
     def tables(self) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ go up under fresh names, and only then is the root swapped. Killed anywhere befo
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final
 
 from weightvc.errors import BadFile, Corrupt, Expired
@@ -153,6 +154,7 @@ class Build:
                 self._moved = _renamed(self._parent.tree, schema, self._input)
             self._map = state.chunk_map(schema, self._parent.tree.schema, self._moved)
         blocks = manifest.blocks(schema, self._map)
+        runs = manifest.runs(schema, blocks)
         window = 2 * parallel.workers() + 2
         digests: list[bytes] = []
         stored: dict[bytes, int] = {}
@@ -167,9 +169,9 @@ class Build:
                 from weightvc_kernels import context
 
                 every = max(1, min(context.STRIDE, len(blocks) // context.STRIDE))
-                chosen = ((i % every == 0, block) for i, block in enumerate(blocks))
-                self._coder.learn(parallel.ordered(pool, self._sample, chosen, 64))
-            for block in parallel.ordered(pool, self._encode, blocks, window):
+                whole = set(blocks[::every])
+                self._coder.learn(parallel.ordered(pool, lambda run: self._sample(run, whole), runs, 64))
+            for block in chain.from_iterable(parallel.ordered(pool, self._encode, runs, window)):
                 count = block.high - block.low
                 digests.append(block.digests)
                 twin = stored.get(block.digests) if count == 1 else None
@@ -203,10 +205,10 @@ class Build:
         if self._keep is not None:
             self._keep.commit(made.tree)
 
-    def _encode(self, span: tuple[int, int]) -> _Block:
+    def _encode(self, run: list[tuple[int, int]]) -> list[_Block]:
         import weightvc_kernels as kernels
 
-        low, high = span
+        low, high = run[0][0], run[-1][1]
         schema = self._schema
         # A copy of what is in memory: digest and payload have to be of the same bits, whatever the caller does.
         new = bytes(self._read(low, high))
@@ -215,46 +217,96 @@ class Build:
         cuts = schema.cuts(low, high)
         if len(new) != cuts[-1]:
             raise BadFile(f"the source gave {len(new)} bytes where {cuts[-1]} were asked for: commit again")
-        joined = frame.digests(new, cuts)
-        first = schema.tensors[schema.tensor_of(low)]
-        lane = dtypes.lane(first.dtype)
-        codec, payload, check, changed = manifest.SAME, b"", 0, 0
-        if self._parent is not None:
-            source = self._source(low)
-            end = source + high - low
-            if source < 0:
-                codec, payload = kernels.encode_whole(new, lane)
-                changed = len(new) // lane
-            elif joined != self._parent.tree.digests[32 * source : 32 * end]:
-                try:
-                    old = self._parent.bytes.read(source, end)
-                except (Corrupt, *MISSING) as error:
-                    # Stored whole, it no longer needs what cannot be read: the branch heals.
-                    self.unread.append(str(error))
-                    codec, payload = kernels.encode_whole(new, lane)
-                    changed = len(new) // lane
-                else:
-                    codec, payload, was = self._coder.patch(first.dtype, lane, old, new)
-                    changed = was.size
-                    if codec in (kernels.SPARSE, kernels.DENSE, manifest.CONTEXT, manifest.RICE):
-                        check = manifest.check(was.tobytes())
-        float32 = changed if first.dtype == "F32" else 0
-        base = kernels.encode_whole(new, lane) if self._base else None
-        return _Block(low, high, joined, codec, payload, check, changed, float32, base)
+        joined, view = frame.digests(new, cuts), memoryview(new)
+        dtype = schema.tensors[schema.tensor_of(low)].dtype
+        lane = dtypes.lane(dtype)
+        made: list[_Block] = []
+        for a, b in run:
+            data = view[cuts[a - low] : cuts[b - low]]
+            base = kernels.encode_whole(data, lane) if self._base else None
+            made.append(_Block(a, b, joined[32 * (a - low) : 32 * (b - low)], manifest.SAME, b"", 0, 0, 0, base))
+        differ = [] if self._parent is None else [block for block in made if self._differs(block)]
+        pairs: list[tuple[frame.Buffer, frame.Buffer]] = []
+        coded: list[_Block] = []
+        for block, old in zip(differ, self._olds(differ), strict=True):
+            data = view[cuts[block.low - low] : cuts[block.high - low]]
+            if old is None:
+                block.codec, block.payload = kernels.encode_whole(data, lane)
+                block.changed = len(data) // lane
+            else:
+                pairs.append((old, data))
+                coded.append(block)
+        for block, found in zip(coded, self._coder.patches(dtype, lane, pairs), strict=True):
+            block.codec, block.payload, was = found
+            block.changed = was.size
+            if block.codec in (kernels.SPARSE, kernels.DENSE, manifest.CONTEXT, manifest.RICE):
+                block.check = manifest.check(was.tobytes())
+        for block in made:
+            block.changed_float32 = block.changed if dtype == "F32" else 0
+        return made
 
-    def _sample(self, chosen: tuple[bool, tuple[int, int]]) -> tuple[str, Any]:
-        """Statistics of a block: of parts of it where they are at hand, or of a run of many small chunks; else of all
-        of it if it is `whole`."""
+    def _differs(self, block: _Block) -> bool:
+        """Whether the parent has other bytes there, or none."""
+        assert self._parent is not None
+        source = self._source(block.low)
+        end = source + block.high - block.low
+        return source < 0 or block.digests != self._parent.tree.digests[32 * source : 32 * end]
+
+    def _olds(self, blocks: list[_Block]) -> list[frame.Buffer | None]:
+        """The parent's bytes of each block; None where it has none, or where they cannot be read."""
+        out: list[frame.Buffer | None] = []
+        while blocks:
+            count, first = 1, self._source(blocks[0].low)
+            end = first + blocks[0].high - blocks[0].low
+            while first >= 0 and count < len(blocks) and self._source(blocks[count].low) == end:
+                end += blocks[count].high - blocks[count].low
+                count += 1
+            out += [None] if first < 0 else self._old(blocks[:count], first, end)
+            blocks = blocks[count:]
+        return out
+
+    def _old(self, blocks: list[_Block], first: int, end: int) -> list[frame.Buffer | None]:
+        """The same of blocks that are side by side there too, as chunks [first, end)."""
+        assert self._parent is not None
+        try:
+            data = memoryview(self._parent.bytes.read(first, end))
+        except (Corrupt, *MISSING) as error:
+            if len(blocks) > 1:
+                return [old for block in blocks for old in self._olds([block])]
+            # Stored whole, it no longer needs what cannot be read: the branch heals.
+            self.unread.append(str(error))
+            return [None]
+        cuts = self._parent.tree.schema.cuts(first, end)
+        at, out = 0, []
+        for block in blocks:
+            stop = at + block.high - block.low
+            out.append(data[cuts[at] : cuts[stop]])
+            at = stop
+        return [*out]
+
+    def _sample(self, run: list[tuple[int, int]], whole: set[tuple[int, int]]) -> tuple[str, Any]:
+        """Statistics of blocks: of parts of them where they are at hand, or of a run of many small chunks; else of all
+        of those that are in `whole`."""
         from weightvc_kernels import CodecError, context
 
-        whole, (low, high) = chosen
+        dtype = self._schema.tensors[self._schema.tensor_of(run[0][0])].dtype
+        if not context.supports(dtype):
+            return dtype, None
+        pairs = [pair for block in run if (pair := self._sampled(*block, block in whole)) is not None]
+        try:
+            return dtype, context.sample_batch(pairs, dtype, 1) if pairs else None
+        except CodecError:
+            return dtype, None
+
+    def _sampled(self, low: int, high: int, whole: bool) -> tuple[frame.Buffer, frame.Buffer] | None:
+        from weightvc_kernels import context
+
         assert self._parent is not None
         schema = self._schema
         tensor, start, stop = schema.span(low)
-        dtype = schema.tensors[tensor].dtype
         source = self._source(low)
-        if not context.supports(dtype) or source < 0:
-            return dtype, None
+        if source < 0:
+            return None
         try:
             if high - low == 1 and not getattr(self._input, "remote", False):
                 at = self._parent.tree.schema.position(source)
@@ -268,17 +320,17 @@ class Build:
                     olds.append(old)
                     news.append(self._input.read(tensor, start + unit, start + end))
                 else:
-                    return dtype, context.sample(b"".join(olds), b"".join(news), dtype, 1)
+                    return b"".join(olds), b"".join(news)
             count, nbytes = high - low, schema.position(high) - schema.position(low)
             if count > 1 and nbytes > SAMPLE:
                 count = max(1, count * SAMPLE // nbytes)
             elif not whole:
-                return dtype, None
+                return None
             skip = (high - low - count) // 2
             old = self._parent.bytes.read(source + skip, source + skip + count)
-            return dtype, context.sample(old, self._read(low + skip, low + skip + count), dtype, 1)
-        except (Corrupt, *MISSING, CodecError):
-            return dtype, None
+            return old, self._read(low + skip, low + skip + count)
+        except (Corrupt, *MISSING):
+            return None
 
     def _read(self, low: int, high: int) -> frame.Buffer:
         return state.read_chunks(self._input, self._schema, low, high)

@@ -217,7 +217,7 @@ class Compaction:
 
             try:
                 with ThreadPoolExecutor(parallel.workers(), "weightvc-keep") as pool:
-                    for _ in parallel.ordered(pool, copy, verified.blocks(), 2 * parallel.workers()):
+                    for _ in parallel.ordered(pool, copy, verified.runs(), 2 * parallel.workers()):
                         pass
                 writer.commit(entry.version.tree)
             finally:

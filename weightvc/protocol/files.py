@@ -145,7 +145,7 @@ def _fill(
 
     done = 0
     with ThreadPoolExecutor(parallel.workers(), "weightvc-checkout") as pool:
-        for size in parallel.ordered(pool, work, verified.blocks(), 2 * parallel.workers() + 2):
+        for size in parallel.ordered(pool, work, verified.runs(), 2 * parallel.workers() + 2):
             done += size
             if progress is not None:
                 progress(done, schema.nbytes)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
 from weightvc.objects import dtypes, frame, manifest
@@ -187,18 +188,23 @@ def patch(span: Span, sink: Sink, source: str) -> Patch:
         dtype = _dtype(schema, block[0])
         return dtype, context.sample(old.read(*where), new.read(*block), dtype, 1)
 
-    def encode(block: tuple[int, int]) -> tuple[int, bytes, int, int]:
-        if same(*block):
-            return manifest.SAME, b"", 0, 0
-        where = sources(*block)
-        dtype = _dtype(schema, block[0])
+    def encode(run: list[tuple[int, int]]) -> list[tuple[int, bytes, int, int]]:
+        dtype = _dtype(schema, run[0][0])
         lane = dtypes.lane(dtype)
-        if where is None:
-            data = new.read(*block)
-            return *kernels.encode_whole(data, lane), 0, len(data) // lane
-        codec, payload, was = coded.patch(dtype, lane, old.read(*where), new.read(*block))
-        told = codec in (kernels.SPARSE, kernels.DENSE, manifest.CONTEXT)
-        return codec, payload, manifest.check(was.tobytes()) if told else 0, was.size
+        made: list[tuple[int, bytes, int, int]] = [(manifest.SAME, b"", 0, 0)] * len(run)
+        pairs: dict[int, tuple[frame.Buffer, frame.Buffer]] = {}
+        for i, block in enumerate(run):
+            where = sources(*block)
+            if where is None:
+                data = new.read(*block)
+                made[i] = *kernels.encode_whole(data, lane), 0, len(data) // lane
+            elif not same(*block):
+                pairs[i] = old.read(*where), new.read(*block)
+        coding = coded.patches(dtype, lane, list(pairs.values()))
+        for i, (codec, payload, was) in zip(pairs, coding, strict=True):
+            told = codec in (kernels.SPARSE, kernels.DENSE, manifest.CONTEXT)
+            made[i] = codec, payload, manifest.check(was.tobytes()) if told else 0, was.size
+        return made
 
     blocks = manifest.blocks(schema, mapping)
     with ThreadPoolExecutor(parallel.workers(), "weightvc-encode") as pool:
@@ -206,7 +212,8 @@ def patch(span: Span, sink: Sink, source: str) -> Patch:
         if schema.nbytes >= coder.CONTEXT_FROM:
             differ = (block for block in blocks if sources(*block) is not None and not same(*block))
             coded.learn(parallel.ordered(pool, sample, _sampled(schema, differ), window))
-        stream, changed = _collect(new.tree, blocks, parallel.ordered(pool, encode, blocks, window), sink)
+        coding = parallel.ordered(pool, encode, manifest.runs(schema, blocks), window)
+        stream, changed = _collect(new.tree, blocks, chain.from_iterable(coding), sink)
     return Patch(source, stream, span.moved, changed, coded.tables)
 
 

@@ -279,7 +279,58 @@ class Chain:
             self._start.discard()
 
     def read(self, low: int, high: int) -> Buffer:
-        return self._read(len(self._levels) - 1, low, high)
+        top = len(self._levels) - 1
+        data = self._in_place(low, high)
+        if data is not None:
+            return data
+        stream = self._levels[top].stream
+        first, last = stream.block_of(low), stream.block_of(high - 1) + 1
+        if (stream.first[first], stream.first[last]) != (low, high) or last - first == 1:
+            return self._read(top, low, high)
+        return b"".join([self._read(top, *stream.first[block : block + 2]) for block in range(first, last)])
+
+    def _in_place(self, low: int, high: int) -> Buffer | None:
+        """Chunks that are whole blocks of every level, none of them stored whole: read at once from what the chain
+        starts from, and all blocks of a level applied at once, in place. None where that is not so."""
+        import weightvc_kernels as kernels
+
+        if self._start is None:
+            return None
+        applied = SAME, kernels.SPARSE, kernels.DENSE, CONTEXT, RICE
+        steps: list[tuple[Level, int, int, int]] = []
+        for level in reversed(self._levels):
+            stream = level.stream
+            first, last = stream.block_of(low), stream.block_of(high - 1) + 1
+            if (stream.first[first], stream.first[last]) != (low, high):
+                return None
+            if any(codec not in applied for codec in stream.codecs[first:last]):
+                return None
+            steps.append((level, first, last, low))
+            if level.source_of is not None:
+                sources = level.source_of[low:high]
+                if sources[0] < 0 or any(b != a + 1 for a, b in pairwise(sources)):
+                    return None
+                low, high = sources[0], sources[-1] + 1
+        data = self._start.read(low, high)
+        if all(codec == SAME for level, first, last, _ in steps for codec in level.stream.codecs[first:last]):
+            return data
+        view = memoryview(bytearray(data))
+        for level, first, last, low in reversed(steps):
+            schema, stream, origin = level.schema, level.stream, level.schema.position(low)
+            dtype = schema.tensors[schema.tensor_of(low)].dtype
+            changed = [block for block in range(first, last) if stream.codecs[block] != SAME]
+            jobs = []
+            for block in changed:
+                codec, model = stream.codecs[block], None
+                if codec == CONTEXT and level.models is not None:
+                    model = level.models.of(dtype)
+                start, stop = (schema.position(chunk) - origin for chunk in stream.first[block : block + 2])
+                jobs.append((kernels.payloads.Payload(codec, level.payloads.block(block), model), view[start:stop]))
+            try:
+                kernels.payloads.apply(jobs, dtypes.lane(dtype))
+            except kernels.CodecError as error:
+                raise Corrupt(f"{level.what}: block {changed[error.job]}: {error}") from None
+        return view
 
     def _read(self, at: int, low: int, high: int) -> Buffer:
         """Chunks [low, high) of a level. Walks down while they are one block with one source, then up again; it calls
@@ -421,6 +472,11 @@ class Verified:
     def blocks(self) -> list[tuple[int, int]]:
         """All chunks, cut into blocks to read: as commits cut them, so that a block is decoded once."""
         return manifest.blocks(self.tree.schema, None)
+
+    def runs(self, blocks: Sequence[tuple[int, int]] | None = None) -> list[tuple[int, int]]:
+        """`blocks`, or all of them, to be read: joined where small ones lie side by side."""
+        made = manifest.runs(self.tree.schema, self.blocks() if blocks is None else blocks)
+        return [(run[0][0], run[-1][1]) for run in made]
 
     def _check(self, data: Buffer, low: int, high: int) -> None:
         cuts = self.tree.schema.cuts(low, high)

@@ -88,11 +88,11 @@ def test_border_and_runs() -> None:
         each[first : first + 20, :5] = rng.integers(0, 3, (20, 5)) * (rng.random((20, 5)) < 0.2)
         each[first, 0] += 1
         # The best border is the last thread's, and the next one, which often costs the same, the first thread's.
-        each[:] = np.roll(each, 31 - rice_kernels.settle(each, prices)[0] % 32, axis=0)
+        each[:] = np.roll(each, 31 - rice_kernels.settle(each, prices, 0, 255)[0] % 32, axis=0)
     chosen, reach = device.to_device(np.zeros((8, 2), np.int64)), device.to_device(np.zeros((8, 256), np.int32))
     kernels.settle[8, kernels.FEW](device.to_device(counts), device.to_device(prices), reach, chosen)
     assert [tuple(row) for row in chosen.copy_to_host().tolist()] == [
-        rice_kernels.settle(each, prices) for each in counts
+        rice_kernels.settle(each, prices, 0, 255) for each in counts
     ]
 
 
