@@ -5,7 +5,7 @@
     decode_patch_into, positions_values      (these read RICE too)
     diff_lanes, ulp_steps                   what changed, and by how much
 
-The module `payloads` makes several payloads into one, or turns them around.
+The module `payloads` decodes many blocks at once, makes several payloads into one, or turns them around.
 
 The module `context` holds the context codec: smaller patches, coded with tables that a whole patch shares. It is
 compiled by numba, which is imported at its first call. So does `rice` hold the RICE codec: patches that are applied
