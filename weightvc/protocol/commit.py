@@ -285,8 +285,8 @@ class Build:
         return [*out]
 
     def _sample(self, run: list[tuple[int, int]], whole: set[tuple[int, int]]) -> tuple[str, Any]:
-        """Statistics of blocks: of parts of them where they are at hand, or of a run of many small chunks; else of all
-        of those that are in `whole`."""
+        """Statistics of blocks: of parts of them where they are at hand, or of runs of many small chunks; else of
+        those that are in `whole`."""
         from weightvc_kernels import CodecError, context
 
         dtype = self._schema.tensors[self._schema.tensor_of(run[0][0])].dtype
