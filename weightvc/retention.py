@@ -142,8 +142,6 @@ class Retention(History):
         copy of the root. One scheduled job is enough; two at once do no harm. `progress` is told what comes next.
         Raises what its parts raise; what was done before is done.
         """
-        from weightvc.protocol import pins
-
         done = Maintenance()
 
         def part(name: str, work: Callable[[], T]) -> T:
@@ -158,9 +156,7 @@ class Retention(History):
         if root.retention is not None:
             done.expiry = part("expire", lambda: self.expire(force=force))
         if compact:
-            # It may take longer than a grace period, and would begin again.
-            with pins.Holder(self.store, begin=root.sequence, after=pins.PATIENCE):
-                done.compaction = part("compact", self.compact)
+            done.compaction = part("compact", self.compact)
         done.collection = part("gc", lambda: self.gc(grace=grace, force=force))
         done.copy = part("copy", self.copy_root)
         return done
