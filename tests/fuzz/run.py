@@ -17,7 +17,8 @@ from pathlib import Path
 HOME = Path(".fuzz")
 LIMITS = ("-rss_limit_mb=3000", "-timeout=20", "-max_len=16384", "-detect_leaks=0", "-print_final_stats=1")
 INSTRUMENTED = ["weightvc", "weightvc_kernels"]
-COMPILED = [f"weightvc_kernels.context_{part}" for part in ("kernels", "sample", "vectors")]
+NUMBA = ("context_kernels", "context_sample", "context_vectors", "hash_kernels", "pieces_kernels", "rice_kernels")
+COMPILED = [f"weightvc_kernels.{part}" for part in NUMBA]
 """What numba compiles it has to see as it was written."""
 
 
