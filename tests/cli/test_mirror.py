@@ -6,7 +6,7 @@ import signal
 import subprocess
 
 from tests.cli.conftest import Shell, command
-from tests.kit.seaweed import Seaweed
+from tests.kit.servers import Place
 
 
 def test_mirrors_and_says_what_it_did(shell: Shell, history: dict[str, str]) -> None:
@@ -40,14 +40,13 @@ def test_a_mirror_with_commits_of_its_own_is_refused(shell: Shell, history: dict
     assert "versions of its own" not in shell.fails(8, "mirror", ".weightvc", "near", "--every", "nan")
 
 
-def test_to_s3_and_on_until_it_is_ended(shell: Shell, history: dict[str, str], seaweed: Seaweed) -> None:
-    place = seaweed.place()
+def test_to_s3_and_on_until_it_is_ended(shell: Shell, history: dict[str, str], s3_place: Place) -> None:
     env = {
-        "AWS_ACCESS_KEY_ID": place.options["access_key"],
-        "AWS_SECRET_ACCESS_KEY": place.options["secret_key"],
+        "AWS_ACCESS_KEY_ID": str(s3_place.options["access_key"]),
+        "AWS_SECRET_ACCESS_KEY": str(s3_place.options["secret_key"]),
         "AWS_REGION": "us-east-1",
     }
-    url = f"{place.url}?endpoint_url={seaweed.endpoint_url}"
+    url = f"{s3_place.url}?endpoint_url={s3_place.options['endpoint_url']}"
     shell.run("init", url, env=env)
     running = subprocess.Popen(
         [*command(), "mirror", ".weightvc", url, "--every", "0.05", "--json"],

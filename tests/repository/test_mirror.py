@@ -83,7 +83,7 @@ def _small(request):
 def test_a_branch_is_copied_and_then_what_is_missing(left, right, tmp_path, request):
     def place(kind: str, name: str) -> Repository:
         if kind == "s3":
-            found = request.getfixturevalue("seaweed").place()
+            found = request.getfixturevalue("s3_place")
             return fresh(found.url, **found.options)
         return fresh(str(tmp_path / name) if kind == "local" else None)
 
