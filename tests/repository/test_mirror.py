@@ -14,7 +14,7 @@ from tests.kit.weights import Bits, Weights, flipped, held, tensor, tiny_format,
 from weightvc.cache import Cache
 from weightvc.errors import BranchMoved, Conflict, Corrupt, Expired, KeyNotFound, RefNotFound, Refused, WeightvcError
 from weightvc.objects import catalogue, frame, key
-from weightvc.protocol import mirror, swap
+from weightvc.protocol import mirror_plan, swap
 from weightvc.repository import Repository
 from weightvc.stores import open_store
 
@@ -328,7 +328,7 @@ def copied(repository: Repository) -> Repository:
 def test_every_request_goes_wrong_once(side, first, fault, monkeypatch):
     """For each k: the branch of the mirror is the old one or the new one whole, and the next run completes it."""
     monkeypatch.setattr(swap, "_pause", lambda attempt: None)
-    monkeypatch.setattr(mirror, "BATCH", 3)
+    monkeypatch.setattr(mirror_plan, "BATCH", 3)
     source, template = fresh(), fresh()
     history(source)
     if not first:
@@ -364,7 +364,7 @@ def test_every_request_goes_wrong_once(side, first, fault, monkeypatch):
 
 
 def test_killed_between_batches_it_goes_on_where_it_was(monkeypatch):
-    monkeypatch.setattr(mirror, "BATCH", 2)
+    monkeypatch.setattr(mirror_plan, "BATCH", 2)
     source, target = fresh(), fresh()
     commits(source, range(9))
     store = Faulty(open_store(target.url), at=16, fault="kill before")
@@ -448,7 +448,7 @@ def test_the_collector_of_the_source_takes_what_is_being_copied():
 @pytest.mark.parametrize("collect", ["once", "always"])
 def test_the_collector_of_the_mirror_waits_for_what_is_not_published_yet(collect, monkeypatch):
     """With no grace at all: uploads that it takes are made again under other names."""
-    monkeypatch.setattr(mirror, "BATCH", 2)
+    monkeypatch.setattr(mirror_plan, "BATCH", 2)
     source = fresh()
     commits(source, range(5))
     k = 0
@@ -661,7 +661,7 @@ def test_following_waits_logs_and_goes_on(caplog, monkeypatch):
 
 
 def test_a_stop_ends_it_between_two_swaps(monkeypatch):
-    monkeypatch.setattr(mirror, "BATCH", 1)
+    monkeypatch.setattr(mirror_plan, "BATCH", 1)
     source, target = fresh(), fresh()
     commits(source, range(5))
     stop = threading.Event()

@@ -10,16 +10,14 @@ The source is only read. What its collector takes meanwhile is looked for in its
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 from weightvc.errors import (
     BranchMoved,
     Conflict,
-    Corrupt,
     Expired,
     KeyNotFound,
     RefNotFound,
@@ -27,26 +25,17 @@ from weightvc.errors import (
     StoreError,
     Unsupported,
 )
-from weightvc.objects import frame, key, manifest
-from weightvc.objects.catalogue import COMMIT, EXPIRED, Entry, Place, Way
+from weightvc.objects import key
+from weightvc.objects.catalogue import COMMIT, EXPIRED, Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version
-from weightvc.protocol import live, parallel, pins, swap
-from weightvc.protocol.plan import needed
+from weightvc.protocol import live, pins, swap
+from weightvc.protocol.mirror_carrier import Carrier
+from weightvc.protocol.mirror_plan import Item, Lack, batches, extended, order, shared, usable
 from weightvc.protocol.refs import Refs, check_name
 from weightvc.protocol.rewrite import rewritten
 from weightvc.protocol.shelf import Shelf
 
-BATCH: Final = 256
-"""Versions that one swap publishes with their weights at most; a kill loses what one batch has uploaded."""
-BATCH_BYTES: Final = 4 << 30
-"""And their bytes, about."""
-BATCH_RECORDS: Final = 2048
-"""And versions at all: those that have expired are records alone."""
-MANIFESTS: Final = 8
-"""Versions that are copied side by side."""
-PACKS: Final = 4
-"""Packs in memory at once, of up to 64 MiB each."""
 ATTEMPTS: Final = 8
 """Times that it plans anew because the source, the mirror or its collector moved on meanwhile."""
 
@@ -77,33 +66,6 @@ class Mirrored:
     def changed(self) -> bool:
         """Whether anything was done."""
         return self.swaps > 0
-
-
-@dataclass(slots=True)
-class _Item:
-    """A version on its way: `ways`, the one first by which it is reached in the mirror; none for a record alone."""
-
-    entry: Entry
-    ways: tuple[Way, ...]
-    kept: bool
-    """Whether it is promised to readers there; else it is a step to others, or a record."""
-    place: Place | None = None
-    reused: list[tuple[str, str]] = field(default_factory=list)
-    """Keys that the mirror had, each with the version that names it there."""
-    into: Entry | None = None
-    """The mirror's entry that gets further ways: they name what it names."""
-
-    @property
-    def id(self) -> str:
-        assert self.entry.new is not None
-        return self.entry.new
-
-    @property
-    def sources(self) -> Iterator[str]:
-        """The version that the first way starts from, unless it has a base."""
-        edges = self.ways[0].edges if self.ways else ()
-        if all(edge.source is not None for edge in edges):
-            yield from (str(edge.source) for edge in edges)
 
 
 class _Again(Exception):
@@ -233,11 +195,7 @@ class _Attempt:
         self._old = there.root.branches.get(self.branch)
         self.done = Mirrored(self.branch, self._head.version, self._old)
         self._check()
-        self._shared: dict[tuple[str, str], tuple[str, str | None]] = {}
-        """What the mirror has of small objects, by kind and digest: the key, and the version that names it there
-        (None while it is on its way)."""
-        self._lock = threading.Lock()
-        self._counts = threading.Lock()
+        self._carrier = Carrier(self._source, self._target, self._wrote)
         self._total = 0
 
     @property
@@ -270,109 +228,26 @@ class _Attempt:
 
     def run(self) -> None:
         """Copy what is missing, and move the branch."""
-        batches = list(_batches(self._plan()))
-        self._total = sum(way.nbytes for batch in batches for item in batch for way in item.ways)
-        for i, batch in enumerate(batches or [[]]):
+        lack = Lack(
+            self._from, self._to, self._head, self._mirroring._last, self._carrier.learn, self._source.store.url
+        )
+        cut = list(batches(lack.items()))
+        self._total = sum(way.nbytes for batch in cut for item in batch for way in item.ways)
+        for i, batch in enumerate(cut or [[]]):
             if self._stop is not None and self._stop.is_set():
                 return
             with self._pinned():
-                self._copy(batch)
-                self._publish(batch, final=i >= len(batches) - 1)
+                self._carrier.copy(batch, self._there.root.sequence)
+                self._publish(batch, final=i >= len(cut) - 1)
         self._further_ways()
 
-    # What is missing
-
-    def _there_already(self, ident: str) -> bool:
-        found = self._to.find(ident)
-        return found is not None and found.place is not None
-
-    def _plan(self) -> list[_Item]:
-        """What has to be catalogued in the mirror, parents first, and the ways by which it is read."""
-        missing = self._missing([self._head])
-        kept = {ident for ident, entry in missing.items() if not entry.gone}
-        head = self._head.new or ""
-        if self._mirroring._last is not None:
-            kept &= self._newest(self._mirroring._last)
-        there = self._to.find(head)
-        # A branch that was reset may lead to what the mirror has let go of: it is fetched again, or promised again.
-        if there is None or there.place is None:
-            kept.add(head)
-        elif there.gone:
-            missing[head] = self._head
-        steps = self._steps([*missing.values(), self._head], kept)
-        wanted = {ident: [step.way] for ident, step in steps.items()}
-        known = steps.keys() | missing.keys()
-        for ident in kept & wanted.keys():
-            entry = steps[ident].entry
-            assert entry.place is not None
-            wanted[ident] += [
-                way
-                for way in entry.place.all_ways
-                if way not in wanted[ident]
-                and any(e.source is None or e.source in steps or self._there_already(e.source) for e in way.edges)
-                and all(e.source is None or e.source in known or self._to.find(e.source) for e in way.edges)
-            ]
-        # Steps may lie beside the branch; what they start from, and descend from, is part of the history too.
-        beside = [self._from.find(str(edge.source)) for ways in wanted.values() for w in ways for edge in w.edges]
-        missing |= self._missing([*(step.entry for step in steps.values()), *(e for e in beside if e is not None)])
-        entries = {**missing, **{ident: step.entry for ident, step in steps.items()}}
-        return [
-            _Item(entry, tuple(wanted.get(ident, ())), ident in kept or ident == head)
-            for ident, entry in sorted(entries.items(), key=lambda one: _order(one[1]))
-        ]
-
-    def _missing(self, starts: Iterable[Entry]) -> dict[str, Entry]:
-        """What some versions descend from, and they, as far as the mirror has not catalogued them."""
-        found: dict[str, Entry] = {}
-        todo = list(starts)
-        while todo:
-            entry = todo.pop()
-            ident = entry.new or ""
-            if ident in found:
-                continue
-            there = self._to.find(ident)
-            if there is not None:
-                self._learn(there)
-                continue
-            found[ident] = entry
-            assert entry.version is not None
-            todo += [self._from.entry(parent) for parent in entry.version.parents if parent not in found]
-        return found
-
-    def _newest(self, count: int) -> set[str]:
-        found: set[str] = set()
-        for entry in self._from.ancestors(self._head):
-            if not entry.gone:
-                found.add(entry.new or "")
-                if len(found) == count:
-                    break
-        return found
-
-    def _steps(self, entries: Sequence[Entry], kept: set[str]) -> dict[str, Any]:
-        """The steps that lead to what is kept, from what the mirror has: within `entries` if that is enough."""
-        for among in (entries, self._from.catalogue):
-            found = {entry.new: entry for entry in among if entry.place is not None}
-            places = [entry.place for entry in found.values() if entry.place is not None]
-            sources = {edge.source for place in places for way in place.all_ways for edge in way.edges}
-            held = {one for one in sources if one is not None and one not in kept and self._there_already(one)}
-            steps = needed(found.values(), kept, held)
-            if kept <= steps.keys():
-                for ident in held:
-                    self._learn(self._to.entry(ident))
-                return steps
-        lost = min(kept - steps.keys())
-        raise Corrupt(
-            f"{self._source.store.url}: no base and no patches lead to version {lost[:12]}: run `weightvc fsck` there"
-        )
-
-    def _learn(self, there: Entry) -> None:
-        """The mirror has a version: what it names need not be copied again."""
-        if there.place is not None:
-            for name in _small(there.place):
-                parsed = key.parse(name)
-                self._shared.setdefault((parsed.kind, parsed.digest), (name, there.new))
-
     # Copying
+
+    def _wrote(self, nbytes: int) -> None:
+        self.done.objects += 1
+        self.done.nbytes += nbytes
+        if self._mirroring._progress is not None:
+            self._mirroring._progress(self.done.nbytes, max(self._total, self.done.nbytes))
 
     @contextmanager
     def _pinned(self) -> Iterator[None]:
@@ -384,116 +259,12 @@ class _Attempt:
         with holder:
             yield
 
-    def _copy(self, batch: Sequence[_Item]) -> None:
-        """Upload what a batch needs, under transactions that begin now."""
-        todo = [item for item in batch if item.ways]
-        if not todo:
-            return
-        begin = self._there.root.sequence
-        # What was uploaded before and did not land is named by nothing: it must not be referred to.
-        self._shared = {what: known for what, known in self._shared.items() if known[1] is not None}
-        with (
-            ThreadPoolExecutor(PACKS, "weightvc-mirror-packs") as packs,
-            ThreadPoolExecutor(MANIFESTS, "weightvc-mirror") as pool,
-        ):
-
-            def work(item: _Item) -> None:
-                made = [self._way(item, way, key.Transaction(begin), packs) for way in item.ways]
-                (first, schema, layout, files), *more = made
-                item.place = Place(
-                    first.manifest,
-                    schema,
-                    layout,
-                    files,
-                    first.packs,
-                    first.edges,
-                    first.nbytes,
-                    tuple(one[0] for one in more),
-                )
-
-            for _ in parallel.ordered(pool, work, todo, MANIFESTS):
-                pass
-
-    def _way(
-        self, item: _Item, way: Way, transaction: key.Transaction, pool: ThreadPoolExecutor
-    ) -> tuple[Way, str, str | None, tuple[str, ...]]:
-        """Copy one manifest and what it names. Returns the way, and the mirror's schema, layout and files."""
-        name, place = way.manifest, item.entry.place
-        assert place is not None
-        data = self._get(name)
-        made = manifest.decode(data, name)
-        said = made.version.id, made.schema, made.layout, sorted(made.files.values())
-        if said != (item.id, place.schema, place.layout, sorted(place.files)):
-            raise Corrupt(f"{self._source.store.url}: {name} is corrupt: it is not what the catalogue says of it")
-        keys: dict[str, str] = {}
-        nbytes = 0
-        for small in _small(place):
-            keys[small], size = self._small(item, small, transaction)
-            nbytes += size
-        streams = [made.base, made.patch.stream if made.patch is not None else None]
-        packs = [pack for stream in streams if stream is not None for pack, _ in stream.packs]
-        copied = parallel.ordered(pool, lambda pack: self._object(pack, transaction), packs, PACKS)
-        for pack, (to, size) in zip(packs, copied, strict=True):
-            keys[pack] = to
-            nbytes += size
-        head, sections = frame.decode(frame.MANIFEST, data, name)
-        new = frame.encode(frame.MANIFEST, _renamed(head, keys, name), sections)
-        to = self._put(transaction, "manifest", new)
-        nbytes += len(new)
-        layout = None if place.layout is None else keys[place.layout]
-        return (
-            Way(to, way.packs, way.edges, nbytes),
-            keys[place.schema],
-            layout,
-            tuple(keys[file] for file in place.files),
-        )
-
-    def _small(self, item: _Item, name: str, transaction: key.Transaction) -> tuple[str, int]:
-        """The mirror's key of a schema, a layout or a file, and the bytes that were written for it."""
-        parsed = key.parse(name)
-        what = parsed.kind, parsed.digest
-        if item.into is not None and item.into.place is not None:
-            there = {key.parse(one).digest: one for one in _small(item.into.place) if one.startswith(parsed.kind)}
-            return there[parsed.digest], 0
-        with self._lock:
-            size = 0
-            if what not in self._shared:
-                to, size = self._object(name, transaction)
-                self._shared[what] = to, None
-            to, via = self._shared[what]
-            if via is not None:
-                item.reused.append((to, via))
-            return to, size
-
-    def _object(self, name: str, transaction: key.Transaction) -> tuple[str, int]:
-        data = self._get(name)
-        return self._put(transaction, key.parse(name).kind, data), len(data)
-
-    def _get(self, name: str) -> frame.Buffer:
-        """An object of the source, seen to be what its key says."""
-        try:
-            return self._source.get(name, keep=False)
-        except Corrupt as error:
-            raise Corrupt(
-                f"{self._source.store.url}: {error}. It is not copied: mend it with `weightvc fsck --repair` there, "
-                "then mirror again; what was copied stays"
-            ) from None
-
-    def _put(self, transaction: key.Transaction, kind: str, data: frame.Buffer) -> str:
-        name = self._target.put(transaction, kind, data, keep=False)
-        with self._counts:
-            self.done.objects += 1
-            self.done.nbytes += len(data)
-            if self._mirroring._progress is not None:
-                self._mirroring._progress(self.done.nbytes, max(self._total, self.done.nbytes))
-        return name
-
     # Publishing
 
-    def _publish(self, batch: Sequence[_Item], *, final: bool) -> None:
+    def _publish(self, batch: Sequence[Item], *, final: bool) -> None:
         """Catalogue a batch by one swap, and with the last one move the branch."""
         transaction = key.Transaction(self._there.root.sequence)
-        published: list[_Item] = []
+        published: list[Item] = []
 
         def make(root: Root) -> Root:
             published.clear()
@@ -535,15 +306,12 @@ class _Attempt:
             return
         self._count(published)
 
-    def _count(self, published: Sequence[_Item]) -> None:
+    def _count(self, published: Sequence[Item]) -> None:
         self.done.swaps += 1
         for item in published:
             self.done.versions += item.place is not None
             self.done.records += item.place is None
-            if item.place is not None:
-                for name in _small(item.place):
-                    parsed = key.parse(name)
-                    self._shared[parsed.kind, parsed.digest] = name, item.id
+            self._carrier.landed(item)
 
     def _line(self, fresh: Sequence[Entry], known: Refs, sequence: int) -> list[Entry]:
         """The entries of the last batch, so that the mirror's reflog tells how its branch moved: by the commits where
@@ -579,17 +347,17 @@ class _Attempt:
         if looked == self._mirroring._looked:
             return
         known = Refs(self._target, self._there.root)
-        found = [item for entry in self._from.catalogue if (item := _extended(entry, known)) is not None]
-        found.sort(key=lambda item: _order(item.entry))
-        for batch in _batches(found):
+        found = [item for entry in self._from.catalogue if (item := extended(entry, known)) is not None]
+        found.sort(key=lambda item: order(item.entry))
+        for batch in batches(found):
             if self._stop is not None and self._stop.is_set():
                 return
             with self._pinned():
-                self._copy(batch)
+                self._carrier.copy(batch, self._there.root.sequence)
                 self._add_ways(batch)
         self._mirroring._looked = looked
 
-    def _add_ways(self, batch: Sequence[_Item]) -> None:
+    def _add_ways(self, batch: Sequence[Item]) -> None:
         transaction = key.Transaction(self._there.root.sequence)
         added: list[int] = []
 
@@ -600,9 +368,9 @@ class _Attempt:
             for item in batch:
                 have = known.find(item.id)
                 assert item.place is not None
-                if have is None or have.place is None or have.gone or _small(have.place) != _small(item.place):
+                if have is None or have.place is None or have.gone or shared(have.place) != shared(item.place):
                     continue
-                more = _usable(have, item.place.all_ways, known)
+                more = usable(have, item.place.all_ways, known)
                 if more:
                     edits[item.id] = replace(have, place=replace(have.place, ways=(*have.place.ways, *more)))
                     added.append(len(more))
@@ -619,65 +387,7 @@ class _Attempt:
         self.done.ways += sum(added)
 
 
-def _extended(entry: Entry, known: Refs) -> _Item | None:
-    """The ways of a version that the mirror lacks, and can use."""
-    if entry.gone or entry.place is None or not entry.place.ways:
-        return None
-    there = known.find(entry.new or "")
-    if there is None or there.gone:
-        return None
-    ways = _usable(there, entry.place.all_ways, known)
-    return _Item(entry, ways, True, into=there) if ways else None
-
-
-def _usable(there: Entry, ways: Iterable[Way], known: Refs) -> tuple[Way, ...]:
-    """Those ways that an entry of the mirror has not, and that start from what is promised there."""
-    assert there.place is not None
-    have = {edge.source for way in there.place.all_ways for edge in way.edges}
-
-    def promised(source: str | None) -> bool:
-        found = known.find(source) if source is not None else None
-        return source is None or (found is not None and not found.gone)
-
-    return tuple(way for way in ways if all(e.source not in have and promised(e.source) for e in way.edges))
-
-
-def _order(entry: Entry) -> tuple[int, int, str]:
-    assert entry.version is not None
-    return entry.version.generation, entry.sequence, entry.version.id
-
-
-def _small(place: Place) -> tuple[str, ...]:
-    """Keys of what versions share."""
-    return (place.schema, *(() if place.layout is None else (place.layout,)), *place.files)
-
-
-def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
-    """Cut into what one swap publishes, so that nothing is published before what it is a patch against. Further ways
-    that start from a later batch are left out: they are copied once all versions are there."""
-    number = {item.id: i for i, item in enumerate(items) if item.into is None}
-    batch: list[_Item] = []
-    placed = nbytes = until = 0
-    for i, item in enumerate(items):
-        batch.append(item)
-        placed += bool(item.ways)
-        nbytes += sum(way.nbytes for way in item.ways)
-        # A patch back starts from a version that comes later.
-        first = [edge.source for way in item.ways[:1] for edge in way.edges]
-        until = max([until, *(number.get(source, 0) for source in first if source is not None)])
-        full = placed >= BATCH or nbytes >= BATCH_BYTES or len(batch) >= BATCH_RECORDS
-        if i + 1 == len(items) or (i >= until and full):
-            for one in batch:
-                one.ways = tuple(
-                    way
-                    for way in one.ways
-                    if all(edge.source is None or number.get(edge.source, 0) <= i for edge in way.edges)
-                )
-            yield batch
-            batch, placed, nbytes = [], 0, 0
-
-
-def _entry(item: _Item, sequence: int) -> Entry:
+def _entry(item: Item, sequence: int) -> Entry:
     """A version as the mirror catalogues it, on no branch. Raises Unsupported for keys in a field not known here."""
     old = item.entry
     if next(key.found(old.extra), None) is not None:
@@ -700,7 +410,7 @@ def _entry(item: _Item, sequence: int) -> Entry:
     )
 
 
-def _filled(have: Entry, item: _Item) -> Entry | None:
+def _filled(have: Entry, item: Item) -> Entry | None:
     """A catalogued version that is to be had again; None where nothing changes."""
     if have.place is not None:
         return replace(have, expired=None) if item.kept and have.expired is not None else None
@@ -709,27 +419,10 @@ def _filled(have: Entry, item: _Item) -> Entry | None:
     return replace(have, op=COMMIT, place=item.place, expired=None if item.kept else have.expired)
 
 
-def _check_named(known: Refs, batch: Sequence[_Item]) -> None:
+def _check_named(known: Refs, batch: Sequence[Item]) -> None:
     """The swap rule: what is not of this transaction is named by the root that is replaced."""
     for item in batch:
         for name, via in item.reused:
             there = known.find(via)
             if there is None or name not in live.named(there):
                 raise _Again(f"the mirror has let go of version {via[:12]}")
-
-
-def _renamed(head: Mapping[str, Any], keys: Mapping[str, str], what: str) -> dict[str, Any]:
-    """The head of a manifest with the mirror's keys in it; all other fields as they are.
-
-    Raises Unsupported for a key in a field that is not known here.
-    """
-    new = dict(head)
-    new["schema"] = [head["schema"][0], keys[head["schema"][1]]]
-    new["layout"] = None if head["layout"] is None else keys[head["layout"]]
-    new["files"] = {content: keys[name] for content, name in head["files"].items()}
-    for stream in ("base", "patch"):
-        if stream in head:
-            new[stream] = {**head[stream], "packs": [[keys[name], size] for name, size in head[stream]["packs"]]}
-    if set(key.found(new)).difference(keys.values()):
-        raise Unsupported(f"{what} names objects in a field that is not known here: upgrade weightvc")
-    return new
