@@ -10,8 +10,7 @@ The source is only read. What its collector takes meanwhile is looked for in its
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,7 +21,6 @@ from weightvc.errors import (
     KeyNotFound,
     RefNotFound,
     Refused,
-    StoreError,
     Unsupported,
 )
 from weightvc.objects import key
@@ -249,15 +247,9 @@ class _Attempt:
         if self._mirroring._progress is not None:
             self._mirroring._progress(self.done.nbytes, max(self._total, self.done.nbytes))
 
-    @contextmanager
-    def _pinned(self) -> Iterator[None]:
-        """What takes long asks the mirror's collector to wait, as a commit does."""
-        holder = pins.Holder(self._target.store, begin=self._there.root.sequence, after=self._patience)
-        if self._patience <= 0:
-            with suppress(StoreError):  # a courtesy: it may do without
-                holder.take()
-        with holder:
-            yield
+    def _pinned(self) -> pins.Holder:
+        """What takes long asks the mirror's collector to wait, as a commit does; at once where it was overtaken."""
+        return pins.Holder(self._target.store, begin=self._there.root.sequence, after=self._patience)
 
     # Publishing
 
