@@ -746,7 +746,8 @@ def _holder_enter(self: pins.Holder) -> pins.Holder:
 def scheduled() -> Iterator[None]:
     """While it lasts the library's pools run inline, nothing is random, nobody sleeps, and formats are tiny."""
     for found in pkgutil.walk_packages(weightvc.__path__, "weightvc."):
-        importlib.import_module(found.name)
+        if found.name != "weightvc.engines.vllm_backend":  # which is for vLLM to import
+            importlib.import_module(found.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(tiny_format())
 
