@@ -3,8 +3,9 @@
 import pytest
 
 import weightvc
+from tests.kit.faults import deny_what_is_missing
 from tests.kit.weights import Bits, flipped, held, tensor, tiny_format
-from weightvc.errors import Expired, KeyNotFound
+from weightvc.errors import AccessDenied, Expired, KeyNotFound
 from weightvc.objects import key
 from weightvc.objects.retention import Policy, Rules
 
@@ -49,7 +50,7 @@ def overtaken(url, kind, times=1):
             other.expire(EVEN)
             other.tag(f"other-{number}", "busy")
             other.gc(grace=0, force=True)
-            with pytest.raises(KeyNotFound):
+            with pytest.raises((KeyNotFound, AccessDenied)):
                 get(name, **more)
         return get(name, **more)
 
@@ -90,6 +91,43 @@ def test_who_was_asleep_goes_on(repository, ids, kind, work):
     sleeper = overtaken(repository.url, kind)
     assert work(sleeper, ids)
     assert repository.fsck(read_data=1).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "work"),
+    [
+        ("segment/", lambda r, ids: r.resolve("main~13").id == ids[0]),
+        ("segment/", lambda r, ids: held(r, "main~13") == weights(0)),
+        ("page/", lambda r, ids: r.resolve("v0").id == ids[0]),
+    ],
+    ids=["resolve", "load", "tag"],
+)
+def test_a_reader_that_is_denied_what_has_gone_goes_on(repository, ids, kind, work, monkeypatch):
+    """So S3 answers who may not list, and reading is all that a reader needs to be allowed."""
+    sleeper = overtaken(repository.url, kind)
+    deny_what_is_missing(monkeypatch)
+    sleeper.store.get = overtaken(repository.url, kind).store.get
+    assert work(sleeper, ids)
+
+
+def test_what_is_denied_is_not_called_missing(repository, ids):
+    """Neither where the root names it still, nor where there is a newer root that names it as well."""
+    segment = repository.refresh().segments[0].key
+    for busy in (False, True):
+        opened = weightvc.open(repository.url, cache=None)
+        opened.refresh()
+        get = opened.store.get
+
+        def denied(name, get=get, **more):
+            if name == segment:
+                raise AccessDenied(f"cannot read {name!r}")
+            return get(name, **more)
+
+        opened.store.get = denied
+        if busy:
+            repository.commit(Bits(weights(1)), branch="busy")
+        with pytest.raises(AccessDenied, match="segment/"):
+            opened._refs().resolve("main~13") if busy else opened.resolve("main~13")
 
 
 def leased(repository, ids):

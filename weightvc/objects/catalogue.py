@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from weightvc.errors import Corrupt, Expired, KeyNotFound, Unsupported
+from weightvc.errors import AccessDenied, Corrupt, Expired, KeyNotFound, Unsupported
 from weightvc.objects import expect, frame, key, version
 from weightvc.objects.version import Edge, Version
+from weightvc.stores.base import MISSING
 
 SEGMENT: Final = 4096
 """Entries of a full segment."""
@@ -336,7 +337,7 @@ class Catalogue:
         tail: Sequence[Entry],
         segments: Sequence[SegmentRef],
         fetch: Callable[[SegmentRef], list[Entry]],
-        newest: Callable[[KeyNotFound], Sequence[SegmentRef]] | None = None,
+        newest: Callable[[KeyNotFound | AccessDenied], Sequence[SegmentRef]] | None = None,
     ) -> None:
         self._parts: list[Sequence[Entry] | SegmentRef] = [tail, *reversed(segments)]
         self._fetch = fetch
@@ -368,7 +369,7 @@ class Catalogue:
     def _read(self, ref: SegmentRef) -> Sequence[Entry]:
         try:
             return self._fetch(ref)
-        except KeyNotFound as error:
+        except MISSING as error:
             if self._newest is None:
                 raise
             left = sum(part.count for part in self._parts[self._loaded :] if isinstance(part, SegmentRef))

@@ -20,8 +20,9 @@ from weightvc.objects.tree import Tree
 from weightvc.objects.version import Edge, Version
 from weightvc.protocol import coder, parallel, state, swap
 from weightvc.protocol.refs import Refs, moved
-from weightvc.protocol.shelf import MISSING, Shelf
+from weightvc.protocol.shelf import Shelf
 from weightvc.sources.base import Source
+from weightvc.stores.base import MISSING
 
 Progress = Callable[[int, int], None]
 SAMPLE: Final = 256 << 10

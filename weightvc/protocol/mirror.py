@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from weightvc.errors import (
+    AccessDenied,
     BranchMoved,
     Conflict,
     Expired,
@@ -33,6 +34,7 @@ from weightvc.protocol.mirror_plan import Item, Lack, batches, extended, order, 
 from weightvc.protocol.refs import Refs, check_name
 from weightvc.protocol.rewrite import rewritten
 from weightvc.protocol.shelf import Shelf
+from weightvc.stores.base import MISSING
 
 ATTEMPTS: Final = 8
 """Times that it plans anew because the source, the mirror or its collector moved on meanwhile."""
@@ -125,10 +127,12 @@ class Mirroring:
                 done = True
             except (_Again, Expired) as error:
                 failure, done = error, False
-            except KeyNotFound as error:
+            except MISSING as error:
                 now = [swap.must_read(shelf.store).root.sequence for shelf in (self._source, self._target)]
                 before = there.root.sequence if attempt is None else attempt.sequence
                 if now == [here.root.sequence, before]:
+                    if isinstance(error, AccessDenied):
+                        raise
                     raise KeyNotFound(
                         f"{error}: a root names it: run `weightvc fsck` there, then mirror again; what was copied "
                         "stays"
@@ -138,7 +142,7 @@ class Mirroring:
                 total = _sum(total, attempt.done)
             if done and total is not None:
                 return total
-        if isinstance(failure, Expired):
+        if isinstance(failure, Expired | AccessDenied):
             raise failure
         raise Conflict(
             f"{self._target.store.url}: the repositories changed {ATTEMPTS} times under the mirror ({failure}): run "

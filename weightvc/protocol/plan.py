@@ -16,7 +16,7 @@ from weightvc.errors import Corrupt, Expired
 from weightvc.objects import manifest
 from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.version import Edge
-from weightvc.protocol.shelf import MISSING
+from weightvc.stores.base import MISSING
 
 REQUEST: Final = 64 << 10
 """What a request weighs beside its bytes, in bytes: some 5 ms of a 100 Mbit/s link."""

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from weightvc.errors import BadName, BranchMoved, Corrupt, Expired, KeyNotFound, RefNotFound
+from weightvc.errors import BadName, BranchMoved, Corrupt, Expired, RefNotFound
 from weightvc.objects import frame
 from weightvc.objects.catalogue import COMMIT, EXPIRED, Catalogue, Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version
 from weightvc.protocol.shelf import Shelf
+from weightvc.stores.base import MISSING
 
 NAME_LIMIT: Final = 120
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*(/[A-Za-z0-9_][A-Za-z0-9._+=-]*)*")
@@ -72,7 +73,7 @@ class Refs:
         """Tags and the versions that they name; of the newest root, if the page has been collected since."""
         try:
             return tag_page(self._shelf, self._root)[0]
-        except KeyNotFound as error:
+        except MISSING as error:
             self._go_by(self._shelf.newer(self._root, error))
         return tag_page(self._shelf, self._root)[0]
 

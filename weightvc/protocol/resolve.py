@@ -16,9 +16,10 @@ from weightvc.objects.tree import Tree
 from weightvc.protocol import parallel, state, swap
 from weightvc.protocol.plan import Plan, plan
 from weightvc.protocol.refs import Refs, promised
-from weightvc.protocol.shelf import MISSING, Shelf
+from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.spool import Spool
 from weightvc.protocol.state import BasePayloads, Chain, Held, Level, Models, PatchPayloads, State, Verified
+from weightvc.stores.base import MISSING
 
 READERS: Final = 8
 OTHERS: Final = 4

@@ -4,10 +4,10 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from weightvc.cache import Cache
-from weightvc.errors import AccessDenied, Corrupt, KeyNotFound, NotFound
+from weightvc.errors import AccessDenied, Corrupt, KeyNotFound
 from weightvc.objects import catalogue, frame, key, layout, manifest, schema
 from weightvc.objects import root as roots
 from weightvc.objects.catalogue import Catalogue, Entry, SegmentRef
@@ -18,9 +18,6 @@ from weightvc.protocol.meter import Meter
 from weightvc.stores.base import Store
 
 T = TypeVar("T")
-MISSING: Final = (NotFound, AccessDenied)
-"""What a store says of an object that has gone: to an identity that may not list, S3 denies a key that is not there.
-That the root could be read tells that the identity is a good one."""
 SCHEMAS_KEPT = 4
 KEPT = {"manifest": 4, "schema": 4, "layout": 4, "segment": 64, "keys": 1024, "page": 4}
 """Decoded objects that are remembered, by kind: manifests are large, and segments are asked for again and again."""
@@ -161,14 +158,17 @@ class Shelf:
         """The catalogue of a root."""
         return Catalogue(root.tail, root.segments, self.segment, lambda error: self.newer(root, error).segments)
 
-    def newer(self, root: Root, error: KeyNotFound) -> Root:
-        """The root that there is by now, for who went by an older one and missed an object that it names.
+    def newer(self, root: Root, error: KeyNotFound | AccessDenied) -> Root:
+        """The root that there is by now, for who went by an older one and missed an object that it names (`error` is
+        one of MISSING).
 
-        Raises KeyNotFound if there is none: then the object is lost.
+        Raises KeyNotFound if there is none: then the object is lost; or the error itself where access was denied.
         """
         got = self.store.get(key.ROOT)
         assert got is not None
         now = roots.decode(got.data, f"{self.store.url}: root")
         if (now.repository, now.sequence) == (root.repository, root.sequence):
+            if not isinstance(error, KeyNotFound):
+                raise error
             raise KeyNotFound(f"{error}, though the root names it: run `weightvc fsck`") from None
         return now

@@ -20,9 +20,10 @@ from weightvc.objects.manifest import CONTEXT, REF, RICE, SAME, Stream
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.protocol.meter import Meter
-from weightvc.protocol.shelf import MISSING, Shelf
+from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.spool import Reader, Spool
 from weightvc.sources.base import ReadsRuns, Source
+from weightvc.stores.base import MISSING
 
 PACKS_HELD: Final = 3
 BLOCKS_HELD: Final = 128 << 20

@@ -30,7 +30,7 @@ from weightvc.objects import root as roots
 from weightvc.objects.catalogue import SEGMENT, TAIL, Entry, SegmentRef
 from weightvc.objects.root import Root
 from weightvc.protocol.shelf import Shelf
-from weightvc.stores.base import Store
+from weightvc.stores.base import MISSING, Store
 
 ATTEMPTS: Final = 8
 """Times that one root body is sent, and times that another writer's root is built upon, before giving up."""
@@ -115,7 +115,7 @@ def change(
             raise Expired("the collector has passed this transaction: it begins again under new names")
         try:
             new = _spilled(shelf, make(seen.root), transaction)
-        except KeyNotFound as error:
+        except MISSING as error:
             # Collected since that root was read: there is a newer one, which names what took its place.
             shelf.newer(seen.root, error)
             seen = None

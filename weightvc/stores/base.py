@@ -9,7 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-from weightvc.errors import BadName, Refused
+from weightvc.errors import AccessDenied, BadName, KeyNotFound, Refused
+
+MISSING: Final = (KeyNotFound, AccessDenied)
+"""What a store says of an object that has gone: to an identity that may not list, S3 denies a key that is not there.
+Whoever catches it looks whether the root has moved on, or for another way; what is denied indeed is told as that."""
 
 # Printable ASCII without the space and the backslash.
 _KEY: Final = re.compile(r"[!-\[\]-~]+")
