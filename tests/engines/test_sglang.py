@@ -492,3 +492,37 @@ def test_a_server_that_hangs_is_given_up(engine: SGLangServer) -> None:
     engine.faults["/model_info"] = "hang"
     with pytest.raises(weightvc.EngineError, match=r"no answer within 0\.2 s"):
         adapter(engine, timeout=0.2).serving()
+
+
+def test_an_engine_that_takes_marks_and_keeps_none(
+    engine: SGLangServer, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mark that was answered with 200 is no proof: half of a version must not generate for that."""
+    do = engine.do
+
+    def deaf(method: str, path: str, *rest: Any, **more: Any) -> tuple[int, Any]:
+        return (200, {"success": True}) if path == "/update_weight_version" else do(method, path, *rest, **more)
+
+    monkeypatch.setattr(engine, "do", deaf)
+    moved = adapter(engine)
+    host.commit(0)
+    moved.activate(host.update())
+    host.commit(1)
+    engine.faults["/update_weights_from_disk"] = "half"
+    with pytest.raises(weightvc.EngineError) as caught:
+        moved.activate(host.update())
+    assert caught.value.paused
+    engine.faults = {"/flush_cache": "500"}
+    with pytest.raises(weightvc.EngineError) as caught:
+        moved.activate(host.update())
+    assert caught.value.paused
+    assert engine.paused
+    engine.faults.clear()
+    moved.activate(host.update())
+    assert engine.digest() == of(1)
+    assert not engine.paused
+
+
+def test_an_answer_that_nests_without_an_end(engine: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "do", lambda *_, **__: (200, "[" * 200_000))
+    assert adapter(engine).serving() is None

@@ -162,7 +162,8 @@ class HttpEngine(Engine):
         """Let the engine call what it serves by another name."""
         try:
             self._set_version(text)
-            self._marks = True
+            # One that says yes and keeps another name, or a part of it, has no mark to be known by.
+            self._marks = self._version() == text
         except CallFailed as error:
             if error.status not in (404, 405):
                 raise

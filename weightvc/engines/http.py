@@ -80,7 +80,7 @@ class Http:
         text = raw.decode("utf-8", "replace")
         try:
             answer = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = text
         if not 200 <= reply.status < 300:
             hint = ": give its API key as key=…" if reply.status in (401, 403) else f": {_shown(answer)}"
