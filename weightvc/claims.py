@@ -58,8 +58,12 @@ def _turn(path: Path, look: Callable[[], object]) -> Iterator[None]:
                 seen, since = found, now
             elif now - since > STALE:
                 # Two who find that out at once may both fetch.
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError:
+                    # Another user's, or the directory is read-only by now: it will lie there for ever.
+                    yield
+                    return
                 if _create(path):
                     break
                 seen, since = _seen(path), now

@@ -387,3 +387,17 @@ def test_a_schema_of_a_tensor_of_2_to_the_50_bytes_is_corrupt(tmp_path: Path) ->
         Forge(url).rewrite(schema=f'{{"components":{{"":[["w","U8",[{n}]]]}},"weightvc":"schema 1"}}')
         with pytest.raises(Corrupt, match="digests"):
             weightvc.open(url, cache=None).load(framework="numpy")
+
+
+def test_a_claim_that_cannot_be_removed_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, or one in a directory that became read-only. Here a directory, which no unlink() removes."""
+    monkeypatch.setattr(claims, "STALE", 0.05)
+    monkeypatch.setattr(claims, "PATIENCE", 1e9)
+    (tmp_path / "claim").mkdir()
+    found: list[bytes] = []
+    thread = threading.Thread(
+        target=lambda: found.append(claims.once(tmp_path / "claim", lambda: None, lambda: b"x")), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert found == [b"x"]
