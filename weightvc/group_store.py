@@ -18,6 +18,8 @@ from weightvc.group import Member, Prepared
 
 LOOK: Final = 0.01
 """Seconds between two looks at the store."""
+LOST: Final = 1.0
+"""Seconds to wait for what was to be asked under a number, once later ones have been taken: it is set right after."""
 _CALLS: Final = ("prepare", "commit", "abort", "holds")
 
 
@@ -72,11 +74,17 @@ def serve(store: Any, name: str, member: Member, *, stop: threading.Event | None
     """
     stop = stop or threading.Event()
     done = store.add(_count(name), 0)
+    since = time.monotonic()
     while not stop.is_set():
         key = _key(name, done + 1)
         if not store.check([key]):
+            if store.add(_count(name), 0) <= done + 1:
+                since = time.monotonic()
+            elif time.monotonic() - since > LOST:
+                done += 1  # whoever took it has died
             stop.wait(LOOK)
             continue
+        since = time.monotonic()
         call, *args = json.loads(store.get(key))
         done += 1
         store.set(f"{key}/answer", json.dumps(_do(member, call, args)))

@@ -379,3 +379,12 @@ def test_an_engine_that_moved_without_saying_so_is_taken_back(span: Span) -> Non
         span.group.activate(new)
     assert lost
     assert span.state() == (of(0), old, old)
+
+
+@pytest.mark.parametrize("hosts", ["store"], indirect=True)
+def test_a_coordinator_that_dies_before_it_has_said_what_it_asks(hosts: Hosts) -> None:
+    """It has taken a number; those that come after it are served."""
+    member = hosts.odd["a"].member
+    assert isinstance(member, StoreMember)
+    member._store.add("weightvc/a/asked", 1)
+    assert StoreMember(member._store, "a", timeout=20).holds() is None
