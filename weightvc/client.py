@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from weightvc.errors import AccessDenied, Conflict, EngineError, NotFound, Refused, StoreError
+from weightvc.errors import AccessDenied, Conflict, Corrupt, EngineError, Expired, NotFound, Refused, StoreError
 from weightvc.history import HEAD, Ref, said, version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.tree import Tree
@@ -34,6 +34,10 @@ SLOWEST: Final = 30.0
 
 LONGEST: Final = 86400.0
 """Seconds between two polls that may be asked for."""
+
+RETRIED: Final = (Conflict, Corrupt, EngineError, Expired, NotFound, StoreError)
+"""What ends an update, and not who follows: by the next look the branch may have another head, or the store its bytes
+again."""
 
 _log = logging.getLogger("weightvc")
 
@@ -456,7 +460,7 @@ class Watch:
             for update in self._updates:
                 try:
                     self._on_update(update)
-                except (Conflict, EngineError, NotFound, StoreError) as error:
+                except RETRIED as error:
                     # The target is as it was; the next poll offers the newest version again.
                     _log.warning("the update to %s did not come to pass: %s", update.version.short, error)
                     self._stop.wait(EVERY)
@@ -465,8 +469,13 @@ class Watch:
             _log.error("no longer following: %s", error)
 
     def stop(self) -> None:
-        """End it, after the update in work, if there is one. Raises what had ended it before."""
+        """End it, after the update in work, if there is one. Raises what had ended it before.
+
+        Called by `on_update`, it returns at once.
+        """
         self._stop.set()
+        if self._thread is threading.current_thread():
+            return
         self._thread.join()
         if self.error is not None:
             raise self.error

@@ -86,12 +86,12 @@ class Live:
         """Raises BadTensor for what cannot be written in place."""
         self._names = names
         self.component = component
-        self._module = None if isinstance(tensors, Mapping) else tensors
-        self._values = dict(tensors) if isinstance(tensors, Mapping) else _of_module(tensors)
+        self._tensors = tensors
+        values = _named(tensors)
         self._flat: dict[str, Any] = {}
         self._info: dict[str, TensorInfo] = {}
         self._memory: dict[str, tuple[str, int, int]] = {}
-        for name, value in self._values.items():
+        for name, value in values.items():
             if type(name) is not str:
                 raise BadTensor(f"the target has a name {name!r:.100}: use str")
             fault = memory.tensor_fault(value) or _fault(value)
@@ -110,10 +110,9 @@ class Live:
 
     def check_place(self) -> None:
         """Raise BadTensor if the target's tensors lie elsewhere by now: what is written here would serve nobody."""
-        values = self._values if self._module is None else _of_module(self._module)
+        values = _named(self._tensors)
         for name, (_, address, nbytes) in self._memory.items():
-            value = values.get(name)
-            if nbytes and (value is None or (hasattr(value, "data_ptr") and value.data_ptr() != address)):
+            if nbytes and _place(values.get(name)) != (address, nbytes):
                 raise BadTensor(
                     f"{name!r:.200} of the target does not lie where it did when the client was made (moved to "
                     "another device or dtype, replaced or freed): make another client for what there is now"
@@ -245,6 +244,18 @@ def _fits(shape: tuple[int, ...], have: tuple[int, ...], row: int | None) -> boo
     if row is None:
         return shape == have
     return bool(shape and have) and shape[1:] == have[1:] and 0 <= row <= have[0] - shape[0]
+
+
+def _named(tensors: Any) -> Mapping[str, Any]:
+    """A target's tensors as they are now: a dict itself, since somebody may put others into it, or a module's."""
+    return tensors if isinstance(tensors, Mapping) else _of_module(tensors)
+
+
+def _place(value: Any) -> tuple[int, int] | None:
+    """Address and bytes."""
+    if hasattr(value, "__array_interface__"):
+        return value.__array_interface__["data"][0], value.nbytes
+    return (value.data_ptr(), value.nbytes) if hasattr(value, "data_ptr") else None
 
 
 def _of_module(module: Any) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weightvc.errors import Conflict, Corrupt, NotFound, Refused
+from weightvc.errors import Conflict, Corrupt, Refused
 from weightvc.history import version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version
@@ -20,11 +20,11 @@ from weightvc.protocol.meter import Meter
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.workspace import clear, recover
 from weightvc.sources.paths import MARKER
+from weightvc.stores.base import MISSING
 from weightvc.tensor_groups import TensorGroups
 
 if TYPE_CHECKING:
     from weightvc.repository import Repository
-    from weightvc.worktree import Verification
 
 __all__ = ["Directory", "Slots", "Staged", "Target", "Tensors"]
 
@@ -113,21 +113,25 @@ class Slots(Target):
         return marker.version if marker is not None else None
 
     def _slot(self) -> Path | None:
-        try:
-            name = os.readlink(self.path / CURRENT)
-        except OSError:
+        link = self.path / CURRENT
+        if not link.is_symlink():
             return None
-        return self.path / name if _SLOT.fullmatch(name) else None
+        # However it is spelled: somebody may have turned it by hand.
+        slot = Path(os.path.realpath(link))
+        return slot if slot.parent == self.path and _SLOT.fullmatch(slot.name) else None
 
     def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
         """Build the version's slot, from the one in use and patches.
 
         Raises Refused, and writes nothing, where the directory has no slots yet and is a checkout or has other files.
         """
+        link = self.path / CURRENT
+        if os.path.lexists(link) and not link.is_symlink():
+            raise Refused(f"{link} is no link, and stands where the link to the slot in use belongs: move it away")
         made, used = version_of(entry), self._slot()
         slot = self.path / made.short
         start = self.holds
-        if slot != used:
+        if slot != used or not slot.exists():
             with local_errors(self.path):
                 if used is None:
                     self._check_free()
@@ -135,18 +139,21 @@ class Slots(Target):
                 self._clear({slot, used})
             # One that is still there is read, and not made again.
             if not _is(repository, refs, slot, made):
-                _build(repository, refs, entry, branch, slot, used)
-        elif start != made.id or _verify(repository, slot, made.id):
+                # What an engine left in it, an index of the weights perhaps, stays beside them.
+                _build(repository, refs, entry, branch, slot, used, force=read_marker(slot) is not None)
+            if slot == used:
+                start = self.holds  # somebody had removed it
+        elif not _is(repository, refs, slot, made):
             raise Corrupt(f"{slot} is in use and is not what version {made.short} has: pull another version first")
 
         def activate() -> None:
             _check_staged(slot, made)
-            with local_errors(self.path):
-                link = self.path / f".{CURRENT}.{os.getpid()}-{threading.get_ident()}"
+            new = self.path / f".{CURRENT}.{os.getpid()}-{threading.get_ident()}"
+            with local_errors(link):
                 with contextlib.suppress(FileNotFoundError):
-                    link.unlink()
-                os.symlink(made.short, link)
-                os.rename(link, self.path / CURRENT)
+                    new.unlink()
+                os.symlink(made.short, new)
+                os.rename(new, link)
                 sync_directory(self.path)
 
         return Staged(start, activate, path=slot)
@@ -184,7 +191,14 @@ class Slots(Target):
 
 
 def _build(
-    repository: "Repository", refs: Refs, entry: Entry, branch: str | None, place: Path, start: Path | None
+    repository: "Repository",
+    refs: Refs,
+    entry: Entry,
+    branch: str | None,
+    place: Path,
+    start: Path | None,
+    *,
+    force: bool = False,
 ) -> None:
     from weightvc import worktree
 
@@ -194,7 +208,7 @@ def _build(
         entry,
         place,
         branch=branch,
-        force=False,
+        force=force,
         replace=True,
         progress=repository.progress,
         start=start,
@@ -202,14 +216,15 @@ def _build(
 
 
 def _is(repository: "Repository", refs: Refs, path: Path, made: Version) -> bool:
-    """Whether a directory holds a version, every byte of it."""
+    """Whether a directory holds a version, every byte of it, whatever else lies there."""
     from weightvc import worktree
 
     marker = read_marker(path) if path.is_dir() else None
     if marker is None or marker.version != made.id:
         return False
-    with contextlib.suppress(Corrupt, NotFound):  # building it tries other ways
-        return not _differing(worktree.verify(repository._shelf, refs, path, made.id))
+    with contextlib.suppress(Corrupt, *MISSING):  # building it tries other ways
+        found = worktree.verify(repository._shelf, refs, path, made.id)
+        return not (found.tensors or found.files)
     return False
 
 
@@ -221,10 +236,7 @@ def _check_staged(path: Path, made: Version) -> None:
 
 
 def _verify(repository: "Repository", path: Path, ident: str) -> list[str]:
-    return _differing(repository.verify(path, ident))
-
-
-def _differing(found: "Verification") -> list[str]:
+    found = repository.verify(path, ident)
     return [*found.tensors, *found.files, *found.foreign]
 
 
@@ -309,6 +321,7 @@ class Tensors(Target):
                 raise Conflict(
                     f"the tensors were written to, or forgotten, since {made.short} was staged: stage it again"
                 )
+            self._live.check_place()
             self._holds, self._begun = None, activate
             self._writes += bool(writes)
             for write in writes:

@@ -67,8 +67,8 @@ def follow(
     update that fails because of the store, or because somebody else moved the link meanwhile, is tried again. Ends
     at SIGTERM or Ctrl-C, between two updates.
     """
-    from weightvc.client import Client
-    from weightvc.errors import AccessDenied, Conflict, EngineError, NotFound, StoreError
+    from weightvc.client import RETRIED, Client
+    from weightvc.errors import AccessDenied
     from weightvc.targets import Slots
 
     engine = _engine(engine_url, mode, cache_keys) if engine_url is not None else None
@@ -93,7 +93,7 @@ def follow(
                         update.activate()
                 except AccessDenied:
                     raise
-                except (Conflict, EngineError, NotFound, StoreError) as error:
+                except RETRIED as error:
                     # The link is as it was; the newest version is offered again.
                     settings.note(f"{error}; the update to {update.version.short} is tried again")
                     stop.wait(every)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -331,3 +332,100 @@ def test_coroutines_use_it(tmp_path: Path) -> None:
 
     asyncio.run(work())
     assert np.array_equal(target["w"], weights(3)["w"])
+
+
+def test_a_slot_that_somebody_removed_is_built_again(repository: Repository, tmp_path: Path) -> None:
+    version = commit(repository, 0)
+    client = weightvc.Client(repository, into=Slots(tmp_path / "served"))
+    client.pull(version)
+    shutil.rmtree(tmp_path / "served" / version.short)
+    assert client.current() is None
+    client.pull(version)
+    assert client.verify() == []
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_what_an_engine_leaves_in_a_slot_is_in_nobodys_way(
+    repository: Repository, tmp_path: Path, used: bool
+) -> None:
+    """Some keep an index of the weights beside them."""
+    versions = [commit(repository, step) for step in range(2)]
+    client = weightvc.Client(repository, into=Slots(tmp_path / "served"))
+    client.pull(versions[0])
+    slot = tmp_path / "served" / versions[0].short
+    (slot / "index.cache").write_text("x")
+    if not used:
+        client.pull(versions[1])
+    client.pull(versions[0])
+    assert repository.verify(slot, versions[0]).foreign == ["index.cache"]
+    client.pull(versions[1])
+    (slot / "model.safetensors").write_bytes(b"x")
+    client.pull(versions[0])
+    assert repository.verify(slot, versions[0]).tensors == []
+
+
+@pytest.mark.parametrize("spelling", ["./{}", "{}/", "{parent}/{}"])
+def test_a_link_that_an_operator_turned_names_the_slot_in_use(
+    repository: Repository, tmp_path: Path, spelling: str
+) -> None:
+    versions = [commit(repository, step) for step in range(4)]
+    slots = Slots(tmp_path / "served")
+    client = weightvc.Client(repository, into=slots)
+    for version in versions[:2]:
+        client.pull(version)
+    link = slots.path / "current"
+    link.unlink()
+    link.symlink_to(spelling.format(versions[0].short, parent=slots.path))
+    assert slots.holds == versions[0].id
+    update = client.stage(versions[2])
+    assert repository.verify(link, versions[0]).ok
+    update.activate()
+    assert slots.holds == versions[2].id
+
+
+def test_what_stands_where_the_link_should_be_is_named(repository: Repository, tmp_path: Path) -> None:
+    versions = [commit(repository, step) for step in range(2)]
+    client = weightvc.Client(repository, into=Slots(tmp_path / "served"))
+    client.pull(versions[0])
+    link = tmp_path / "served" / "current"
+    link.unlink()
+    link.mkdir()
+    before = sorted(os.listdir(link.parent))
+    with pytest.raises(weightvc.Refused, match="served/current is no link"):
+        client.pull(versions[1])
+    assert sorted(os.listdir(link.parent)) == before
+
+
+def test_watch_may_be_stopped_by_what_it_calls(repository: Repository) -> None:
+    commit(repository, 0)
+    client = weightvc.Client(repository, into={"w": np.zeros(5000, np.float32)})
+    watches: list[weightvc.Watch] = []
+    ready = threading.Event()
+
+    def last(update: weightvc.Update) -> None:
+        update.activate()
+        ready.wait()
+        watches[0].stop()
+
+    watches.append(client.watch("main", last, every=0.01))
+    ready.set()
+    watches[0].stop()
+    assert client.at_least("main")
+
+
+@pytest.mark.parametrize("error", [weightvc.Expired, weightvc.Corrupt])
+def test_watch_goes_on_where_a_version_cannot_be_had(repository: Repository, error: type[Exception]) -> None:
+    """The branch's head may be another one by the next look."""
+    commit(repository, 0)
+    client = weightvc.Client(repository, into={"w": np.zeros(5000, np.float32)})
+    calls: list[weightvc.Update] = []
+
+    def fail_once(update: weightvc.Update) -> None:
+        calls.append(update)
+        if len(calls) == 1:
+            raise error("this one")
+        update.activate()
+
+    with client.watch("main", fail_once, every=0.01):
+        assert client.wait_for("main", timeout=30)
+    assert len(calls) == 2

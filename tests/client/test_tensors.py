@@ -452,3 +452,39 @@ def test_any_walk_over_any_bits(data: st.DataObject) -> None:
         client.pull(versions[step])
         assert {k: v.tobytes() for k, v in target.items()} == {k: v.tobytes() for k, v in states[step].items()}
         assert client.verify() == []
+
+
+def moved_data(target: dict[str, Any]) -> None:
+    target["b"].data = torch.zeros(3, 5)
+
+
+def replaced(target: dict[str, Any]) -> None:
+    target["b"] = torch.zeros(3, 5)
+
+
+def removed(target: dict[str, Any]) -> None:
+    del target["b"]
+
+
+def resized(target: dict[str, Any]) -> None:
+    target["n"].resize((70_000,), refcheck=False)
+
+
+@pytest.mark.parametrize("move", [moved_data, replaced, removed, resized])
+@pytest.mark.parametrize("staged", [True, False])
+def test_tensors_that_lie_elsewhere_by_now_are_not_written(
+    repository: Repository, move: Callable[[dict[str, Any]], None], staged: bool
+) -> None:
+    """What is written to where they lay would serve nobody, and might be memory of somebody else by now."""
+    for step in range(2):
+        repository.commit({"b": torch.full((3, 5), float(step)), "n": np.full(40_000, step, np.int32)})
+    target: dict[str, Any] = {"b": torch.zeros(3, 5), "n": np.zeros(40_000, np.int32)}
+    client = weightvc.Client(repository, into=target)
+    client.pull("main~1")
+    update = client.update("main")
+    if staged:
+        update.stage()
+    move(target)
+    with pytest.raises(weightvc.BadTensor, match="does not lie where it did"):
+        update.activate()
+    assert client.current() == repository.resolve("main~1")
