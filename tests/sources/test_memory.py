@@ -391,3 +391,21 @@ def test_any_strided_array_gives_its_logical_bytes(shape, random, dtype):
     found = content(open_tensors({"w": view}))["", "w"]
     assert found[1:] == (view.shape, little.tobytes())
     assert dtypes.nbytes(*found[:2]) == len(found[2])
+
+
+@pytest.mark.parametrize("count", [1, 1200])
+def test_a_tensor_whose_memory_was_freed_is_named(count: int):
+    """As those of a module that FSDP has resharded are."""
+    values = {f"t{i:04d}": torch.ones(3) for i in range(count)}
+    values["t0000"].untyped_storage().resize_(0)
+    with pytest.raises(BadTensor, match="'t0000': a tensor whose memory was freed"):
+        open_tensors(values)
+
+
+def test_a_tensor_inside_of_a_transform_is_named():
+    def look(value: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(BadTensor, match=r"'w': a tensor inside of a torch\.func transform"):
+            open_tensors({"w": value})
+        return value.sum()
+
+    torch.func.grad(look)(torch.ones(3))

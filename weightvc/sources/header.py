@@ -99,7 +99,8 @@ def read_header(read_at: Callable[[int, int], bytes], size: int, where: str = "t
     if len(header.tensors) >= _MANY:
         _known[size, prefix] = header
         while len(_known) > 2 and sum(len(one.tensors) for one in list(_known.values())) > _KEPT:
-            _known.pop(next(iter(_known)), None)
+            # Of a list: another thread may be at it.
+            _known.pop(next(iter(list(_known)), (0, b"")), None)
     return header
 
 

@@ -379,6 +379,12 @@ def _torch_fault(value: Any) -> str:
         return f"a {kind} tensor: pass value.to_dense() or its parts"
     if value.is_quantized:
         return f"a quantized tensor ({value.dtype}): pass value.int_repr(), scales and zero points"
+    try:
+        there = value.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return "a tensor inside of a torch.func transform, which has no memory: commit outside of it"
+    if there == 0 < value.numel():
+        return "a tensor whose memory was freed (FSDP does so after use): gather it first"
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in TORCH_DTYPES:
         return f"dtype {dtype}, which safetensors does not have: convert it, or view it as another"
