@@ -290,7 +290,9 @@ class Client:
         if held is None:
             return False
         refs = self.repository._refs()
-        return refs.descends(refs.entry(held), version_of(refs.resolve(ref).entry).id)
+        wanted, entry = refs.resolve(ref).entry, refs.find(held)
+        # A directory may hold a version of another repository.
+        return entry is not None and refs.descends(entry, version_of(wanted).id)
 
     def wait_for(self, ref: Ref, timeout: float | None = None) -> bool:
         """Wait until at_least(ref), for at most `timeout` seconds; somebody else has to move the target, as watch()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -429,3 +430,15 @@ def test_watch_goes_on_where_a_version_cannot_be_had(repository: Repository, err
     with client.watch("main", fail_once, every=0.01):
         assert client.wait_for("main", timeout=30)
     assert len(calls) == 2
+
+
+def test_a_version_of_another_repository_is_none_that_was_asked_for(repository: Repository, tmp_path: Path) -> None:
+    other = weightvc.init(f"memory://{secrets.token_hex(8)}", cache=None)
+    commit(other, 1)
+    slots = Slots(tmp_path / "served")
+    weightvc.Client(other, into=slots).pull("main")
+    commit(repository, 0)
+    client = weightvc.Client(repository, into=slots)
+    assert not client.at_least("main")
+    client.pull("main")
+    assert client.at_least("main")
