@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -21,6 +22,7 @@ from weightvc.errors import Corrupt
 from weightvc.objects import frame
 from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
+from weightvc.protocol import spool
 
 DATA = b"object" * 100
 TREE = "a" * 64
@@ -401,3 +403,36 @@ def test_a_claim_that_cannot_be_removed_keeps_nobody_waiting(tmp_path: Path, mon
     thread.start()
     thread.join(20)
     assert found == [b"x"]
+
+
+@pytest.fixture
+def unreadable(tmp_path: Path) -> Iterator[Path]:
+    """A cache that another user made, who shares it with nobody. This process is not root for so long."""
+    directory = tmp_path / "cache"
+    directory.mkdir(mode=0)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield directory
+    if root:
+        os.seteuid(0)
+    directory.chmod(0o700)
+
+
+def test_a_cache_of_another_user_is_no_cache(unreadable: Path) -> None:
+    url = f"memory://{secrets.token_hex(8)}"
+    with weightvc.init(url, cache=unreadable) as repository:
+        for step in range(2):
+            repository.commit({"w": numpy.full(5000, step, numpy.int32)}, step=step)
+        assert repository.load("main", framework="numpy")["w"].sum() == 5000
+
+
+def test_patches_are_spooled_elsewhere_where_the_cache_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "IN_MEMORY", 0)
+    (tmp_path / "file").touch()
+    held = spool.Spool(tmp_path / "file" / "cache")
+    read = held.keep(b"0123456789")
+    assert read(2, 5) == b"234"
+    held.close()

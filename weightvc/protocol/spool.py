@@ -4,6 +4,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,17 @@ IN_MEMORY: Final = 64 << 20
 
 Reader = Callable[[int, int], Buffer]
 """Gives bytes [start, stop) of what was kept."""
+
+
+def _unlinked(directory: Path | None) -> int:
+    if directory is not None:
+        # A cache that cannot be written is none.
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as file:
+                return os.dup(file.fileno())
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class Spool:
@@ -35,10 +47,7 @@ class Spool:
                 copy = bytes(data)
                 return lambda start, stop: memoryview(copy)[start:stop]
             if self._descriptor < 0:
-                if self._directory is not None:
-                    self._directory.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self._directory) as file:
-                    self._descriptor = os.dup(file.fileno())
+                self._descriptor = _unlinked(self._directory)
             origin, self._end = self._end, self._end + size
         view, at = memoryview(data), origin
         while view:
