@@ -131,20 +131,19 @@ class Slots(Target):
         made, used = version_of(entry), self._slot()
         slot = self.path / made.short
         start = self.holds
-        if slot != used or not slot.exists():
-            with local_errors(self.path):
-                if used is None:
-                    self._check_free()
-                self.path.mkdir(parents=True, exist_ok=True)
+        with local_errors(self.path):
+            if used is None:
+                self._check_free()
+            self.path.mkdir(parents=True, exist_ok=True)
+            if slot != used:
                 self._clear({slot, used})
-            # One that is still there is read, and not made again.
-            if not _is(repository, refs, slot, made):
-                # What an engine left in it, an index of the weights perhaps, stays beside them.
-                _build(repository, refs, entry, branch, slot, used, force=read_marker(slot) is not None)
+        # One that is still there is read, and not made again. A damaged one is, also if it is in use: who reads it
+        # then gets what its path stands for. What an engine left in it, an index of the weights perhaps, stays.
+        if not _is(repository, refs, slot, made):
+            force = slot == used or read_marker(slot) is not None
+            _build(repository, refs, entry, branch, slot, used, force=force)
             if slot == used:
-                start = self.holds  # somebody had removed it
-        elif not _is(repository, refs, slot, made):
-            raise Corrupt(f"{slot} is in use and is not what version {made.short} has: pull another version first")
+                start = self.holds
 
         def activate() -> None:
             _check_staged(slot, made)

@@ -442,3 +442,14 @@ def test_a_version_of_another_repository_is_none_that_was_asked_for(repository: 
     assert not client.at_least("main")
     client.pull("main")
     assert client.at_least("main")
+
+
+@pytest.mark.parametrize("lost", [".weightvc", "model.safetensors"])
+def test_the_slot_in_use_is_mended_by_the_next_pull(repository: Repository, tmp_path: Path, lost: str) -> None:
+    version = commit(repository, 0)
+    client = weightvc.Client(repository, into=Slots(tmp_path / "served"))
+    client.pull(version)
+    (tmp_path / "served" / "current" / lost).unlink()
+    client.pull(version)
+    assert client.verify() == []
+    assert client.current() == version
