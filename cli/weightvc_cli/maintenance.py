@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ import click
 
 from weightvc.errors import AccessDenied, Conflict, RefNotFound, Refused, StateUnknown, StoreError
 from weightvc_cli.output import as_json, first_line, shown, size, table
-from weightvc_cli.settings import Settings, json_option, repository_option
+from weightvc_cli.settings import Duration, Settings, json_option, repository_option
 from weightvc_cli.ways import compaction_json
 
 if TYPE_CHECKING:
@@ -21,23 +20,8 @@ if TYPE_CHECKING:
     from weightvc.repository import Repository
     from weightvc.retention import Maintenance
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 FAILED = 9
 """Exit status where single objects could not be deleted."""
-
-
-class Duration(click.ParamType[int]):
-    """A time such as 90s, 10m, 1h, 7d or 2w; a bare number is seconds."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", value)
-        if match is None:
-            self.fail(f"{value!r} is no time: write 90s, 10m, 1h or 7d", param, ctx)
-        return int(match[1]) * _UNITS[match[2] or "s"]
 
 
 _COUNT = click.IntRange(min=1)

@@ -25,6 +25,7 @@ PLACE: Final = ".weightvc"
 """A directory of this name is a repository; a file of this name says where a checkout came from."""
 
 
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -40,6 +41,20 @@ class Size(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is no size: write 500M, 40G or a number of bytes", param, ctx)
         return int(match[1]) * _UNITS[match[2]]
+
+
+class Duration(click.ParamType[int]):
+    """A time such as 90s, 10m, 1h, 7d or 2w; a bare number is seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([0-9]{1,9})([smhdw]?)", value)
+        if match is None:
+            self.fail(f"{value!r} is no time: write 90s, 10m, 1h or 7d", param, ctx)
+        return int(match[1]) * _SECONDS[match[2] or "s"]
 
 
 class Settings:

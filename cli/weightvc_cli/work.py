@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,7 @@ import click
 from weightvc_cli.output import as_json, changed, density, first_line, shown, weight
 from weightvc_cli.settings import (
     PLACE,
+    Duration,
     Settings,
     checkout_here,
     json_option,
@@ -255,8 +257,19 @@ def report_version(settings: Settings, what: str, made: "Version", more: str = "
         click.echo(f"{shown(what)} {made.short} {more}".rstrip())
 
 
-def _checkout(settings: Settings, ref: str, target: str, force: bool, replace: bool) -> None:
-    with settings.open(near=target, what="checkout") as repository:
+_lease = click.option(
+    "--lease",
+    type=Duration(),
+    metavar="TIME",
+    help="Hold a lease meanwhile, that dies this long after it was last renewed: 1h, 7d at most.",
+)
+
+
+def _checkout(settings: Settings, ref: str, target: str, force: bool, replace: bool, lease: int | None) -> None:
+    with ExitStack() as stack:
+        repository = stack.enter_context(settings.open(near=target, what="checkout"))
+        if lease is not None:
+            stack.enter_context(repository.lease(ref, lifetime=lease))
         made = repository.checkout(ref, target, force=force, replace=replace)
         report_version(settings, f"{target} is", made, first_line(made.message))
 
@@ -270,32 +283,38 @@ def _checkout(settings: Settings, ref: str, target: str, force: bool, replace: b
     is_flag=True,
     help="Let go of changed files, and keep foreign ones beside the version's; replace a single file.",
 )
+@_lease
 @json_option
 @repository_option
 @click.pass_obj
-def checkout(settings: Settings, ref: str, target: str, force: bool) -> None:
+def checkout(settings: Settings, ref: str, target: str, force: bool, lease: int | None) -> None:
     """Write the files of a version.
 
     They go into the directory DIR, or into one file if it ends in .safetensors. Files of DIR that were changed since
     they were checked out are not overwritten, nor is a single file, unless --force says so.
+
+    --lease is for a version that may be let go of before all of it is read.
     """
-    _checkout(settings, ref, target, force, replace=False)
+    _checkout(settings, ref, target, force, replace=False, lease=lease)
 
 
 @click.command()
 @click.argument("ref")
 @click.option("--into", "target", metavar="DIR", required=True, help="The checked-out directory.")
 @click.option("-f", "--force", is_flag=True, help="Keep files that are not the version's beside it.")
+@_lease
 @json_option
 @repository_option
 @click.pass_obj
-def pull(settings: Settings, ref: str, target: str, force: bool) -> None:
+def pull(settings: Settings, ref: str, target: str, force: bool, lease: int | None) -> None:
     """Bring a checked-out directory to a version.
 
     What the directory holds is used, so that as few bytes as can be are fetched. Files that were changed since they
     were checked out are put right.
+
+    --lease is for a version that may be let go of before all of it is read.
     """
-    _checkout(settings, ref, target, force, replace=True)
+    _checkout(settings, ref, target, force, replace=True, lease=lease)
 
 
 @click.command()

@@ -134,6 +134,47 @@ def test_pull_uses_what_the_directory_holds(shell: Shell, history: dict[str, str
     shell.fails(2, "pull", "main")
 
 
+WATCHED = """
+import sys
+from weightvc.protocol import pins
+from weightvc.repository import Repository
+from weightvc_cli.main import main
+
+real = Repository.checkout
+
+def checkout(self, *given, **options):
+    for pin in pins.read(self.store, 0).held:
+        print(*pin.versions, round(pin.until - next(self.store.list(pin.name)).modified))
+    return real(self, *given, **options)
+
+Repository.checkout = checkout
+main()
+"""
+
+
+def test_a_lease_is_held_while_a_version_is_written(shell: Shell, history: dict[str, str]) -> None:
+    def held(*args: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", WATCHED, *args],
+            cwd=shell.cwd, env=shell.env, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert not list((shell.cwd / ".weightvc").glob("pin/*"))
+        return done.stdout.splitlines()[:-1]
+
+    assert held("checkout", "main~1", "out") == []
+    assert held("checkout", "main~1", "out", "--lease", "90s") == [f"{history['main1']} 90"]
+    assert held("pull", "main", "--into", "out", "--lease", "1h") == [f"{history['merge']} 3600"]
+    assert shell.json("status", "out")["branch"] == "main"
+    assert shell.json("verify", "out")["ok"]
+    assert "604800" in shell.fails(8, "pull", "main", "--into", "out", "--lease", "8d")
+    shell.fails(2, "pull", "main", "--into", "out", "--lease", "soon")
+    # It cannot be had: nothing is written without it.
+    (shell.cwd / ".weightvc" / "pin").rmdir()
+    (shell.cwd / ".weightvc" / "pin").write_text("in the way")
+    assert "pin/" in shell.fails(8, "checkout", "main", "new", "--lease", "1h")
+    assert not (shell.cwd / "new").exists()
+
+
 def test_files_that_no_checkout_put_there_are_named(shell: Shell, history: dict[str, str]) -> None:
     (shell.cwd / "out").mkdir()
     (shell.cwd / "out/mine.txt").write_text("mine")

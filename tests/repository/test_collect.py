@@ -438,6 +438,27 @@ def test_a_lease_on_what_has_gone_is_refused(repository):
     assert not [n for n in names(repository) if n.startswith("pin/")]
 
 
+def test_a_branch_that_moves_while_a_lease_is_taken_means_what_is_leased(repository):
+    """Otherwise what is read inside is another version, which nothing shelters."""
+    old = repository.commit(Bits(START))
+    other = weightvc.open(repository.url, cache=None)
+    reader = weightvc.open(repository.url, cache=None)
+    put = reader.store.put
+
+    def slow(name, data):
+        other.commit(Bits(step(1)))
+        reader.store.put = put
+        return put(name, data)
+
+    reader.store.put = slow
+    with reader.lease("main") as leased:
+        assert leased.id != old.id
+        assert reader.resolve("main").id == leased.id
+        (pin,) = pins.read(other.store, 0).held
+        assert pin.versions == {leased.id}
+        assert set(live.named(other.entry(leased))) <= pin.names
+
+
 def test_a_lease_that_has_lapsed_is_not_revived(repository):
     now = [0.0]
     holder = pins.Holder(repository.store, versions=["0" * 64], lifetime=60, clock=lambda: now[0])

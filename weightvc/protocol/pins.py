@@ -229,25 +229,27 @@ def lease(
     """Take a lease on what a version is read from: the lease, the root that it holds by, and the version's entry.
 
     While it is held and renewed, everything that this root needs to read the version stays, whatever is let go of
-    meanwhile. Raises Expired if the version has gone, and what resolving and the store raise.
+    meanwhile, and `ref` means this version there. Raises Expired if the version has gone, and what resolving and the
+    store raise.
     """
     seen = swap.must_read(shelf.store)
     for _ in range(swap.ATTEMPTS):
         refs = Refs(shelf, seen.root)
         entry = promised(refs.resolve(ref).entry)
+        leased = entry.new or ""
         needed = _needed(refs, entry, shelf)
         names = {name for one in needed for name in live.named(one)}
-        holder = Holder(
-            shelf.store, names=names, versions=[entry.new or ""], lifetime=check_lifetime(lifetime), clock=clock
-        )
+        holder = Holder(shelf.store, names=names, versions=[leased], lifetime=check_lifetime(lifetime), clock=clock)
         holder.take()
         try:
             # Only what is still named now, after the lease was there to be seen, is sheltered by it.
             now = swap.must_read(shelf.store)
             if now.root.sequence != seen.root.sequence:
-                # And only what may still be read: it may be named as a step to others, and let go of by itself.
-                entry = promised(Refs(shelf, now.root).entry(entry.new or ""))
-            if now.root.sequence == seen.root.sequence or names <= _named_by(shelf, now.root, needed):
+                # And only what may still be read: it may be named as a step to others, and let go of by itself. A
+                # branch that has moved means a version that this lease is not for.
+                entry = promised(Refs(shelf, now.root).resolve(ref).entry)
+            same = now.root.sequence == seen.root.sequence
+            if same or (entry.new == leased and names <= _named_by(shelf, now.root, needed)):
                 holder.check()
                 return holder, now, entry
         except BaseException:
