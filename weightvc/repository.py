@@ -245,8 +245,11 @@ class Repository(Retention, Recovery):
             entries = first + [refs.resolve(parent).entry for parent in parents]
             transaction = key.Transaction(root.sequence)
             with ExitStack() as stack:
-                # One that takes long asks the collector to wait: its horizon would only make it begin again.
-                stack.enter_context(pins.Holder(self.store, begin=transaction.begin, after=pins.PATIENCE))
+                # One that takes long asks the collector to wait: its horizon would only make it begin again. So does
+                # one that was passed already, since the grace period is shorter than it takes.
+                pin = stack.enter_context(pins.Holder(self.store, begin=transaction.begin, after=pins.PATIENCE))
+                if restarts:
+                    pin.ask()
                 parent = None
                 if entries:
                     made, verified = stack.enter_context(
@@ -344,11 +347,11 @@ class Repository(Retention, Recovery):
         from weightvc.protocol.compact import compact
 
         given = {"share": share, "base_every": base_every, "reverse": reverse}
-        # It may take longer than a grace period, and would lose what it has uploaded.
-        with pins.Holder(self.store, begin=self.refresh().sequence, after=pins.PATIENCE):
+        with pins.Holder(self.store, begin=self.refresh().sequence, after=pins.PATIENCE) as pin:
             done, self._seen = compact(
                 self._shelf,
                 self._read,
+                pin,
                 {name: value for name, value in given.items() if value is not None},
                 save=save,
                 report=report,

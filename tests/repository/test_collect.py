@@ -15,7 +15,7 @@ from tests.kit.weights import Bits, contents, flipped, held, tensor, tiny_format
 from weightvc.errors import Corrupt, Expired, Refused, StoreError, Unavailable, WeightvcError
 from weightvc.objects import frame, key
 from weightvc.objects import root as roots
-from weightvc.protocol import collect, live, pins, swap
+from weightvc.protocol import collect, compact, live, patches, pins, swap
 from weightvc.protocol.shelf import Shelf
 from weightvc.stores.memory import MemoryStore
 
@@ -291,14 +291,15 @@ def test_probes_and_half_written_files_go_by_age(tmp_path):
 class Paused(Bits):
     """A source whose check(), after the uploads and before the manifest, lets something else happen."""
 
-    def __init__(self, weights, meanwhile) -> None:
+    def __init__(self, weights, meanwhile, times: int = 1) -> None:
         super().__init__(weights)
         self._meanwhile = meanwhile
+        self._times = times
         self.checks = 0
 
     def check(self) -> None:
         self.checks += 1
-        if self.checks == 1:
+        if self.checks <= self._times:
             self._meanwhile()
 
 
@@ -392,6 +393,62 @@ def test_a_commit_pins_its_transaction_if_it_lasts(repository, monkeypatch):
     assert len(seen) == 1
     assert not [n for n in names(repository) if n.startswith("pin/")]
     assert held(repository) == step(2)
+
+
+def passing(repository: weightvc.Repository, clock: Clock):
+    """A collector whose grace period is shorter than anything takes: it passes whatever is not pinned."""
+    other = weightvc.open(repository.url, cache=None)
+
+    def run() -> None:
+        orphan(other)
+        other.branch("moved")
+        other.delete_branch("moved")
+        for _ in range(2):
+            gc(other, 1, force=True)
+            clock.later(1)
+
+    return run
+
+
+def test_a_commit_that_was_passed_pins_its_next_attempt(repository, clock):
+    repository.commit(Bits(START))
+    source = Paused(step(1), passing(repository, clock), times=10)
+    repository.commit(source)
+    assert source.checks == 2
+    assert held(repository) == step(1)
+    assert not [n for n in names(repository) if n.startswith("pin/")]
+
+
+def test_a_compaction_is_never_passed(repository, clock, monkeypatch):
+    """It takes longer than a commit, so it pins what it does from its first upload on."""
+    with tiny_format():
+        for i in range(9):
+            repository.commit(Bits(step(i)))
+        real, run = patches.patch, passing(repository, clock)
+
+        def slow(*given):
+            run()
+            return real(*given)
+
+        monkeypatch.setattr(patches, "patch", slow)
+        attempts = []
+        monkeypatch.setattr(compact.Compaction, "run", counted(compact.Compaction.run, attempts))
+        done = repository.compact(share=10_000)
+        assert done.patches == 2
+        assert len(attempts) == 1
+        assert not [n for n in names(repository) if n.startswith("pin/")]
+        writes = repository.stats.writes
+        repository.compact(share=10_000)
+        assert repository.stats.writes == writes  # nothing to do, nothing to pin
+        read_all(weightvc.open(repository.url, cache=None))
+
+
+def counted(call, calls: list):
+    def run(*given, **options):
+        calls.append(given)
+        return call(*given, **options)
+
+    return run
 
 
 # Readers

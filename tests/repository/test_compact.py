@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -441,24 +440,3 @@ def test_a_cache_and_a_store_in_one_process_that_both_commit_and_compact(memory_
     worker.join()
     repository.compact()
     check(repository, model)
-
-
-def test_it_pins_its_transaction_if_it_lasts(repository, monkeypatch):
-    """By itself, as within maintain: a grace period may be shorter than it takes."""
-    from weightvc.protocol import pins
-
-    for number in range(9):
-        repository.commit(Bits({("", "w"): tensor("BF16", (400,), number)}))
-    began = repository.refresh().sequence
-    monkeypatch.setattr(pins, "PATIENCE", 0.001)
-    pinned = []
-
-    def report(wanted, way):
-        for _ in range(2000):
-            if not pinned:
-                pinned.extend(pins.read(repository.store, 0).held)
-                time.sleep(0 if pinned else 0.005)
-
-    repository.compact(report=report)
-    assert [pin.begin for pin in pinned] == [began]
-    assert not list(repository.store.list("pin/"))

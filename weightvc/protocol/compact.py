@@ -28,6 +28,7 @@ from weightvc.objects.version import Edge
 from weightvc.protocol import parallel, patches, resolve, swap
 from weightvc.protocol.commit import Packer
 from weightvc.protocol.ladder import Ladder, Wanted
+from weightvc.protocol.pins import Holder
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.rewrite import rewritten
 from weightvc.protocol.shelf import Shelf
@@ -92,6 +93,7 @@ class _Overlay(Refs):
 def compact(
     shelf: Shelf,
     read: Callable[[], swap.Seen],
+    pin: Holder,
     given: Mapping[str, Any],
     *,
     save: bool = False,
@@ -99,7 +101,8 @@ def compact(
 ) -> tuple[Compacted, swap.Seen]:
     """Compact by the kept policy and what is `given` of one, which `save` keeps. `read` reads the root.
 
-    Where the collector has passed by it begins again, a few times. Returns what was done, and the last root seen.
+    It may take longer than a grace period: before it uploads anything, it takes `pin`. Where a collector has passed
+    by all the same it begins again, a few times. Returns what was done, and the last root seen.
     """
     seen = read()
     policy = replace(policies.of(seen.root.extra), **given)
@@ -111,7 +114,7 @@ def compact(
             return root.next(extra=policies.to_json(kept, root.extra))
 
         seen = swap.change(shelf, keep, transaction, seen)
-    work = Compaction(shelf, policy, report)
+    work = Compaction(shelf, policy, pin, report)
     for restart in range(RESTARTS + 1):
         try:
             return work.done, work.run(seen)
@@ -123,10 +126,12 @@ def compact(
 
 
 class Compaction:
-    """One run. `shelf` is the repository's; `report` is called with each way that was made."""
+    """One run. `shelf` is the repository's; `pin` begins at the root that it starts from, or before; `report` is
+    called with each way that was made."""
 
-    def __init__(self, shelf: Shelf, policy: Policy, report: Report | None = None) -> None:
+    def __init__(self, shelf: Shelf, policy: Policy, pin: Holder, report: Report | None = None) -> None:
         self._shelf = shelf
+        self._pin = pin
         # Trees of its own beside the cache's, so that those of a trainer on this host are not driven out.
         scratch = None
         if shelf.cache is not None:
@@ -148,11 +153,15 @@ class Compaction:
         refs = _Overlay(self._shelf, seen.root, ladder)
         wants = ladder.wanted()
         way: Way | None = None
+        asked = False
         while True:
             try:
                 wanted = wants.send(way)
             except StopIteration:
                 return self._publish(seen)
+            if not asked:
+                self._pin.ask()
+                asked = True
             way = self._make(refs, wanted, seen.root.sequence)
             if len(self._pending) >= BATCH or (self._pending and time.monotonic() - self._since > SECONDS):
                 seen = self._publish(seen)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Self
 
-from weightvc.errors import Corrupt, Expired, KeyNotFound, Refused, WeightvcError
+from weightvc.errors import Corrupt, Expired, KeyNotFound, Refused, StoreError, WeightvcError
 from weightvc.objects import expect, frame, key
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.retention import LEASE
@@ -34,7 +34,7 @@ from weightvc.stores.base import Store
 LONGEST: Final = 7 * 86400
 """Seconds that a pin may live: what somebody forgot must not be kept for ever."""
 PATIENCE: Final = 300.0
-"""Seconds that a commit may take before it pins its transaction."""
+"""Seconds that a commit may take before it pins its transaction, if no collector has passed it before."""
 RENEWALS: Final = 4
 """How often a pin is renewed in a lifetime."""
 
@@ -168,6 +168,12 @@ class Holder:
         began = self._clock()
         self._store.put(self.name, self._body)
         self._since = began
+
+    def ask(self) -> None:
+        """Take it unless it is held, for a writer: whether that could be done is nobody's concern."""
+        if self._since is None:
+            with contextlib.suppress(StoreError):
+                self.take()
 
     def renew(self) -> None:
         """Write it again. Raises Expired once it has lapsed: it is never revived; and what the store raises."""
