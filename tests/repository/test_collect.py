@@ -625,16 +625,70 @@ def test_no_branches_is_a_mistake(repository):
 
 
 def test_much_that_nobody_let_go_of_is_a_mistake(repository):
-    made = repository.commit(Bits(START))
-    name = orphan(repository, 1, size=repository.entry(made).place.nbytes)
+    with tiny_format():
+        repository.commit(Bits(START))
+        old = repository.commit(Bits(step(1)), branch="old", expect="", base=True)
+        manifest = repository.entry(old).place.manifest
+        forget(repository, old.id)
+        before = names(repository)
+        with pytest.raises(Refused, match="--force"):
+            gc(repository, 0)
+        assert names(repository) == before
+        gc(repository, 0, force=True)
+        assert manifest not in names(repository)
+
+
+def test_a_list_that_holds_a_part_of_it_makes_it_no_smaller(repository, monkeypatch):
+    """Otherwise a lost history went list by list, each a small share."""
+    for i in range(6):
+        repository.commit(Bits(step(i)), branch=f"b{i}", expect="", base=True)
+    heads = repository.branches()
+    for i in range(4):
+        forget(repository, heads[f"b{i}"])
+    monkeypatch.setattr(collect, "LIST", 1)
     before = names(repository)
     with pytest.raises(Refused, match="--force"):
         gc(repository, 0)
     assert names(repository) == before
-    gc(repository, 0, force=True)
+
+
+def test_uploads_without_a_manifest_were_never_published(repository):
+    """A writer that was killed at its first, large upload: nothing that could be lost."""
+    made = repository.commit(Bits(START))
+    name = orphan(repository, 1, size=10 * repository.entry(made).place.nbytes)
+    gc(repository, 0)
     assert name not in names(repository)
-    orphan(repository, 1, size=20)  # a little of it is what killed writers leave
-    assert gc(repository, 0).deleted.objects["pack"] == 1
+    assert held(repository) == START
+
+
+def test_ways_of_a_compaction_that_was_killed_are_no_lost_versions(repository, monkeypatch):
+    """All of them lead to versions that the catalogue reaches without."""
+    with tiny_format():
+        for i in range(9):
+            repository.commit(Bits(step(i)), branch="main")
+        before = dead(repository)
+
+        def killed(*_):
+            raise Killed
+
+        with monkeypatch.context() as patched:
+            patched.setattr(compact.Compaction, "_publish", killed)
+            with pytest.raises(Killed):
+                repository.compact(base_every=4, share=1, reverse=True)
+        assert len([name for name in dead(repository) - before if name.startswith("manifest/")]) > 5
+        repository.branch("moved")
+        gc(repository, 0)
+        assert dead(repository) == set()
+        read_all(weightvc.open(repository.url, cache=None))
+        # Versions that the root lost beside them are seen all the same.
+        with monkeypatch.context() as patched:
+            patched.setattr(compact.Compaction, "_publish", killed)
+            with pytest.raises(Killed):
+                repository.compact(base_every=4, share=1, reverse=True)
+        for i in range(20):
+            forget(repository, repository.commit(Bits(step(20 + i)), branch="lost", expect="", base=True).id)
+        with pytest.raises(Refused, match="--force"):
+            gc(repository, 0)
 
 
 def test_an_object_that_is_missing_is_looked_at_first(repository):

@@ -26,8 +26,9 @@ from weightvc.objects import root as roots
 from weightvc.objects.key import Transaction
 from weightvc.objects.retention import GRACE
 from weightvc.objects.root import Root
-from weightvc.protocol import clock, live, pins, swap
+from weightvc.protocol import clock, live, orphans, pins, swap
 from weightvc.protocol.live import Live
+from weightvc.protocol.orphans import RECORDS
 from weightvc.protocol.pins import Pins
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.swap import Seen
@@ -44,14 +45,10 @@ PAGES: Final = 16
 """Dead pages and segments that are worth a swap of the root, which itself leaves one."""
 DAY: Final = 86400.0
 """Seconds after which what a killed process left lying in the store is nobody's any more."""
-UNRELEASED: Final = 0.3
-"""Share of the bytes that is condemned without `force` where no entry says that they were let go of."""
 ROUNDS: Final = 8
 """How often one run without a grace period begins again."""
 COPIES: Final = 2
 """Newest copies of the root that keep the segments that they name."""
-_RECORDS: Final = ("page", "segment")
-"""Kinds that every change of the root leaves behind."""
 
 
 # The collector's page
@@ -226,12 +223,16 @@ def mark(
         where.append(name)
     dead: list[str] = []
     if not waiting and not ahead:
-        dead = [name for name in free if key.parse(name).begin < horizon][:LIST]
+        dead = [name for name in free if key.parse(name).begin < horizon]
         kinds = Counter(map(_kind, dead))
-        if grace > 0 and all(kind in _RECORDS for kind in kinds) and kinds.total() < PAGES:
+        if grace > 0 and all(kind in RECORDS for kind in kinds) and kinds.total() < PAGES:
             dead = []
     if dead:
-        _check_share(dead, sight, named, force=force)
+        if not force:
+            # All of it, not what fits on one list: the next runs would have the rest.
+            sizes = sight.objects.values()
+            orphans.check(shelf, root, [sight.objects[name] for name in dead], sizes, named.released)
+        dead = dead[:LIST]
         own = root.collector
         if own is not None and own in sight.objects and own not in kept and key.parse(own).begin < horizon:
             # The root that this one is swapped for will not name the page: it goes as the others do.
@@ -240,7 +241,7 @@ def mark(
     gone = set(dead)
     young = [name for name in free if name not in gone]
     last = next((one for one in reversed(noted) if one in page.noted), (-1, 0))
-    unseen = any(one.begin >= last[0] and one.kind not in _RECORDS for one in map(key.parse, young))
+    unseen = any(one.begin >= last[0] and one.kind not in RECORDS for one in map(key.parse, young))
     return Marked(
         Page(_trimmed(noted, sight.now, grace), tuple(dead or waiting), None if dead else _since(page, root, sight)),
         horizon if dead else root.horizon,
@@ -322,22 +323,6 @@ def _micros(seconds: float) -> int:
 def _age(now: float, micros: int) -> float:
     """Seconds since a time in microseconds, exactly 0 for now itself."""
     return (_micros(now) - micros) / 1e6
-
-
-def _check_share(dead: Sequence[str], sight: Sight, named: Live, *, force: bool) -> None:
-    """Refuse to condemn much that no entry let go of: a root that has lost its memory would look like that."""
-    total = sum(one.size for one in sight.objects.values() if _kind(one.key) not in _RECORDS)
-    lost = [
-        sight.objects[name].size
-        for name in dead
-        if _kind(name) not in _RECORDS and key.parse(name).transaction not in named.released
-    ]
-    if sum(lost) > UNRELEASED * total and not force:
-        raise Refused(
-            f"{len(lost)} objects, {sum(lost)} of {total} bytes, are named by nothing, and no retention let go of "
-            "them: uploads of writers that were killed, or of a history that is lost. If it is whole (`weightvc "
-            "log`, `weightvc fsck`), use --force"
-        )
 
 
 # Run
