@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from weightvc.errors import Refused
+from weightvc.errors import Refused, Unavailable
 from weightvc.history import History, Ref, version_of
 from weightvc.objects import key, retention
 from weightvc.objects import root as roots
@@ -153,10 +153,15 @@ class Retention(History):
             return result
 
         root = self.refresh()
-        if root.retention is not None:
-            done.expiry = part("expire", lambda: self.expire(force=force))
-        if compact:
-            done.compaction = part("compact", self.compact)
+        try:
+            if root.retention is not None:
+                done.expiry = part("expire", lambda: self.expire(force=force))
+            if compact:
+                done.compaction = part("compact", self.compact)
+        except Unavailable:
+            # Perhaps nothing fits any more: what was condemned before makes room, for the next run.
+            part("gc", lambda: self.gc(grace=grace, force=force))
+            raise
         done.collection = part("gc", lambda: self.gc(grace=grace, force=force))
         done.copy = part("copy", self.copy_root)
         return done

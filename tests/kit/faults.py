@@ -133,6 +133,54 @@ class Faulty:
         self.inner.close()
 
 
+class Full:
+    """A store with room for `capacity` bytes of objects, as a disk or a bucket with a quota: what does not fit is
+    not written, and deleting gives room."""
+
+    conditional = True
+
+    def __init__(self, store: Store, capacity: int) -> None:
+        self.inner = store
+        self.url = store.url
+        self.stats = store.stats
+        self.capacity = capacity
+
+    def used(self) -> int:
+        """Bytes of all objects."""
+        return sum(one.size for one in self.inner.list())
+
+    def _check(self, key: str, data: bytes) -> None:
+        old = sum(one.size for one in self.inner.list(key) if one.key == key)
+        if self.used() - old + len(data) > self.capacity:
+            raise Unavailable(f"cannot write {key!r}: {os.strerror(errno.ENOSPC)}")
+
+    def get(
+        self, key: str, *, start: int | None = None, length: int | None = None, unless_etag: str | None = None
+    ) -> Got | None:
+        return self.inner.get(key, start=start, length=length, unless_etag=unless_etag)
+
+    def put(self, key: str, data: bytes) -> str:
+        self._check(key, data)
+        return self.inner.put(key, data)
+
+    def create(self, key: str, data: bytes) -> str:
+        self._check(key, data)
+        return self.inner.create(key, data)
+
+    def swap(self, key: str, data: bytes, etag: str) -> str:
+        self._check(key, data)
+        return self.inner.swap(key, data, etag)
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        return self.inner.list(prefix)
+
+    def delete(self, keys: Iterable[str]) -> dict[str, Exception]:
+        return self.inner.delete(keys)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 def _raise_killed() -> NoReturn:
     raise Killed
 

@@ -14,13 +14,14 @@ be named again, whenever and by whomever it is deleted. Grace and clocks only de
 """
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Final
 
-from weightvc.errors import Corrupt, Expired, KeyNotFound, Refused, Unsupported
+from weightvc.errors import Corrupt, Expired, KeyNotFound, Refused, Unavailable, Unsupported
 from weightvc.objects import expect, frame, key
 from weightvc.objects import root as roots
 from weightvc.objects.key import Transaction
@@ -136,16 +137,20 @@ class Sight:
     """What is not ours, and is never touched."""
 
 
-def look(store: Store) -> Sight:
-    """Note the root, and list everything. Raises Unavailable for a listing that is not complete, AccessDenied."""
+def look(store: Store, now: float | None = None) -> Sight:
+    """Note the root, and list everything. `now` is the time where the store cannot be asked for it.
+
+    Raises Unavailable for a listing that is not complete, AccessDenied.
+    """
     before = swap.must_read(store).root
     marker = clock.marker()
-    store.put(marker, b"now")
+    if now is None:
+        store.put(marker, b"now")
     try:
         listed = list(store.list(""))
     finally:
-        store.delete([marker])
-    now = None
+        if now is None:
+            store.delete([marker])
     objects: dict[str, Listed] = {}
     copies, probes, others, foreign = [], [], [], []
     for one in listed:
@@ -372,14 +377,14 @@ def run(shelf: Shelf, *, grace: float = GRACE, force: bool = False, dry_run: boo
 
 def _run(shelf: Shelf, total: Collection, *, grace: float, force: bool, dry_run: bool) -> None:
     for _ in range(ROUNDS):
-        sight = look(shelf.store)
-        seen = swap.must_read(shelf.store)
-        named = check(shelf, seen.root, sight, force=force)
-        due = ripe(shelf, seen.root, sight, named, grace=grace)
-        failed = {} if dry_run else delete(shelf.store, due)
-        total.deleted.add(sight.objects[name] for name in due if name not in failed)
-        total.failed = failed
-        gone = set(due).difference(failed)
+        try:
+            sight = look(shelf.store)
+        except Unavailable:
+            # Perhaps there is no room to write. What is ripe can be deleted without: docs/gc.md, "A full store".
+            if dry_run or not _delete_ripe(shelf, total, look(shelf.store, time.time()), grace=grace, force=force)[0]:
+                raise
+            sight = look(shelf.store)
+        gone, failed, seen = _delete_ripe(shelf, total, sight, grace=grace, force=force, dry_run=dry_run)
         left = replace(sight, objects={name: one for name, one in sight.objects.items() if name not in gone})
         if dry_run:
             marked, root = mark(shelf, seen.root, left, grace=grace, force=force), seen.root
@@ -389,6 +394,20 @@ def _run(shelf: Shelf, total: Collection, *, grace: float, force: bool, dry_run:
         _report(total, sight, left, marked, root)
         if dry_run or grace > 0 or not (marked.dead or marked.note):
             break
+
+
+def _delete_ripe(
+    shelf: Shelf, total: Collection, sight: Sight, *, grace: float, force: bool, dry_run: bool = False
+) -> tuple[set[str], dict[str, Exception], Seen]:
+    """Delete what is ripe: the keys that have gone (with `dry_run`: would have), the errors of those that could not
+    be deleted, and the root that was gone by."""
+    seen = swap.must_read(shelf.store)
+    named = check(shelf, seen.root, sight, force=force)
+    due = ripe(shelf, seen.root, sight, named, grace=grace)
+    failed = {} if dry_run else delete(shelf.store, due)
+    total.deleted.add(sight.objects[name] for name in due if name not in failed)
+    total.failed = failed
+    return set(due).difference(failed), failed, seen
 
 
 def ripe(shelf: Shelf, root: Root, sight: Sight, named: Live, *, grace: float) -> list[str]:
