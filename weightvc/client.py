@@ -30,7 +30,7 @@ from weightvc.tensor_groups import TensorGroups
 EVERY: Final = 1.0
 """Seconds between two polls, about."""
 SLOWEST: Final = 30.0
-"""Seconds between two polls at most, while the store cannot be reached."""
+"""Seconds between two tries at most, while something fails; more only where polls are further apart."""
 
 LONGEST: Final = 86400.0
 """Seconds between two polls that may be asked for."""
@@ -40,6 +40,11 @@ RETRIED: Final = (Conflict, Corrupt, EngineError, Expired, NotFound, StoreError)
 again."""
 
 _log = logging.getLogger("weightvc")
+
+
+def waits(every: float, failures: int) -> float:
+    """Seconds from one try to the next, after so many failures in a row: twice as long each time, up to SLOWEST."""
+    return min(max(SLOWEST, every), every * 2.0 ** min(max(failures - 1, 0), 8))
 
 
 @dataclass(slots=True)
@@ -378,8 +383,7 @@ class Client:
                     continue  # something may have come meanwhile
             elif update is not None and update.version.id == held and also is not None and also(self):
                 yield update
-            wait = min(SLOWEST, every * 2 ** min(failures - 1, 8)) if failures else every
-            stop.wait(wait * random.uniform(0.75, 1.25))
+            stop.wait(waits(every, failures) * random.uniform(0.75, 1.25))
 
     def watch(
         self, branch: str = HEAD, on_update: Callable[[Update], object] | None = None, **options: Any
@@ -458,14 +462,18 @@ class Watch:
         self._thread.start()
 
     def _run(self) -> None:
+        failures = 0
         try:
             for update in self._updates:
                 try:
                     self._on_update(update)
+                    failures = 0
                 except RETRIED as error:
                     # The target is as it was; the next poll offers the newest version again.
-                    _log.warning("the update to %s did not come to pass: %s", update.version.short, error)
-                    self._stop.wait(EVERY)
+                    failures += 1
+                    short = update.version.short
+                    _log.warning("the update to %s did not come to pass (attempt %d): %s", short, failures, error)
+                    self._stop.wait(waits(EVERY, failures))
         except BaseException as error:
             self.error = error
             _log.error("no longer following: %s", error)

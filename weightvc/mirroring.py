@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, Final
 
-from weightvc.client import LONGEST, SLOWEST
+from weightvc.client import LONGEST, waits
 from weightvc.errors import (
     AccessDenied,
     BranchMoved,
@@ -110,5 +110,4 @@ class Mirror:
             except (StoreError, NotFound, Conflict, Corrupt, Expired, StateUnknown) as error:
                 failures += 1
                 _log.warning("not mirrored (attempt %d): %s", failures, error)
-            wait = min(max(SLOWEST, every), every * 2 ** min(failures - 1, 8)) if failures else every
-            stop.wait(wait * random.uniform(0.75, 1.25))
+            stop.wait(waits(every, failures) * random.uniform(0.75, 1.25))

@@ -64,10 +64,10 @@ def follow(
     directory), WEIGHTVC_VERSION, WEIGHTVC_STEP and WEIGHTVC_RUN. The version before stays; older ones are removed. A
     revert or reset is followed too. An engine is moved before the link; its API key is WEIGHTVC_ENGINE_KEY. Where CMD
     fails, that is said, and it is run again with the next update. An
-    update that fails because of the store, or because somebody else moved the link meanwhile, is tried again. Ends
-    at SIGTERM or Ctrl-C, between two updates.
+    update that fails because of the store, or because somebody else moved the link meanwhile, is tried again, at
+    growing intervals. Ends at SIGTERM or Ctrl-C, between two updates.
     """
-    from weightvc.client import RETRIED, Client
+    from weightvc.client import RETRIED, Client, waits
     from weightvc.errors import AccessDenied
     from weightvc.targets import Slots
 
@@ -83,7 +83,7 @@ def follow(
             client = Client(repository, into=slots)
             also = engine.behind if engine is not None else None
             following = client.follow(branch, every=every, max_lag=max_lag, stop=stop, also=also)
-            done = 0
+            done = failures = 0
             for update in following:
                 pause = None
                 try:
@@ -95,10 +95,12 @@ def follow(
                     raise
                 except RETRIED as error:
                     # The link is as it was; the newest version is offered again.
-                    settings.note(f"{error}; the update to {update.version.short} is tried again")
-                    stop.wait(every)
+                    failures += 1
+                    what = f"the update to {update.version.short} is tried again (attempt {failures} failed)"
+                    settings.note(f"{error}; {what}")
+                    stop.wait(waits(every, failures))
                     continue
-                done += 1
+                done, failures = done + 1, 0
                 code = _run(settings, command, update) if command else None
                 _report(settings, update, code, pause)
                 if done == updates:

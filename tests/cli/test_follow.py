@@ -94,7 +94,8 @@ def test_an_update_that_cannot_be_fetched_is_tried_again(shell: Shell, history: 
     manifests.rename(away)
     running = start(shell, "exp", "--into", "served", "--every", "0.05", "--updates", "1", "--no-cache", "--json")
     try:
-        assert "is tried again" in json.loads(first_said(running))["note"]
+        assert "is tried again (attempt 1 failed)" in json.loads(first_said(running))["note"]
+        assert "(attempt 2 failed)" in json.loads(first_said(running))["note"]
         away.rename(manifests)
         out, _ = running.communicate(timeout=60)
     finally:

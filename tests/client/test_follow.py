@@ -15,6 +15,7 @@ import pytest
 import weightvc
 from tests.kit import faults
 from tests.kit.stub import Call, Status, Stub
+from weightvc.client import waits
 from weightvc.protocol import workspace
 from weightvc.repository import Repository
 from weightvc.targets import Directory, Slots
@@ -453,3 +454,8 @@ def test_the_slot_in_use_is_mended_by_the_next_pull(repository: Repository, tmp_
     client.pull(version)
     assert client.verify() == []
     assert client.current() == version
+
+
+def test_what_fails_again_and_again_is_tried_more_and_more_rarely() -> None:
+    assert [waits(1, failures) for failures in (0, 1, 2, 3, 6, 10**6)] == [1, 1, 2, 4, 30, 30]
+    assert [waits(60, failures) for failures in (0, 1, 9)] == [60, 60, 60]

@@ -762,7 +762,7 @@ def test_a_host_pulls_from_the_mirror_by_patches_on_what_it_has_of_the_source(tm
 
 def test_following_waits_logs_and_goes_on(caplog, monkeypatch):
     source, target = fresh(), fresh()
-    monkeypatch.setattr("weightvc.mirroring.SLOWEST", 0.01)
+    monkeypatch.setattr("weightvc.client.SLOWEST", 0.01)
     store = Faulty(open_store(target.url), 3, "fail")
     mirroring = weightvc.Mirror(again(source), Repository(store, None))
     stop = threading.Event()
