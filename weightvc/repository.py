@@ -127,7 +127,7 @@ def _connect(
 
     directory = default_directory() if cache is True else cache
     if cache_limit is not None and (type(cache_limit) is not int or cache_limit < LEAST):
-        raise Refused(f"cache_limit={cache_limit!r:.100}: give bytes, {LEAST} at least; cache=None is for no cache")
+        raise Refused(f"cache_limit={cache_limit!r:.100}: give bytes, {LEAST} at least; None or --no-cache: no cache")
     held = Cache(directory, limit=cache_limit) if isinstance(directory, str | os.PathLike) else None
     return Repository(open_store(os.fspath(url), **options), held, author=author, progress=progress)
 

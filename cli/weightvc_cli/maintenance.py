@@ -12,7 +12,7 @@ import click
 from weightvc.errors import AccessDenied, Conflict, RefNotFound, Refused, StateUnknown, StoreError
 from weightvc_cli.output import as_json, first_line, shown, size, table
 from weightvc_cli.settings import Duration, Settings, json_option, repository_option
-from weightvc_cli.ways import compaction_json
+from weightvc_cli.ways import compaction_json, compaction_text
 
 if TYPE_CHECKING:
     from weightvc.protocol.collect import Collection, Tally
@@ -333,7 +333,7 @@ def _report(settings: Settings, done: "Maintenance") -> int:
         gone = sum(one.state == "expired" for one in done.expiry.decisions)
         click.echo(f"expire: {gone} of {len(done.expiry.decisions)} versions let go of")
     if (made := done.compaction) is not None:
-        click.echo(f"compact: {made.patches} patches, {made.back} back, {made.bases} bases, {size(made.nbytes)}")
+        click.echo(f"compact: {compaction_text(made)}")
     code = report_collection(settings, done.collection, dry_run=False)
     click.echo(f"copy of the root: {done.copy}")
     return code

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 
 import click
 
-from weightvc_cli.output import as_json, size
+from weightvc_cli.output import as_json, counted, size
 from weightvc_cli.rollout import noted
 from weightvc_cli.settings import Settings, json_option, progress, repository_option
 
@@ -86,9 +86,9 @@ def _report(settings: Settings, done: "Mirrored") -> None:
         }
         click.echo(as_json(fields))
         return
-    what = [f"{done.versions} versions"] if done.versions else []
-    what += [f"{done.ways} further ways"] if done.ways else []
-    what += [f"{done.records} records alone"] if done.records else []
+    what = [counted(done.versions, "version")] if done.versions else []
+    what += [counted(done.ways, "further way")] if done.ways else []
+    what += [f"{counted(done.records, 'record')} alone"] if done.records else []
     copied = f"{', '.join(what)}, {size(done.nbytes)}" if what else "nothing to copy"
     moved = "" if done.old == done.head.id else " (rewound)" if done.rewound else ""
     click.echo(f"{done.branch} is at {done.head.short}{moved}: {copied}")

@@ -27,6 +27,11 @@ def first_line(text: str) -> str:
     return shown(text.strip().partition("\n")[0])
 
 
+def counted(number: int, what: str, several: str | None = None) -> str:
+    """A number of things: 1 version, 2 versions, 0 patches."""
+    return f"{number} {what if number == 1 else several or what + 's'}"
+
+
 def size(nbytes: float) -> str:
     """Bytes with a decimal unit: 999 B, 1.25 MB."""
     for unit in ("B", "KB", "MB", "GB", "TB"):

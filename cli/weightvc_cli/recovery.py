@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from weightvc_cli.output import as_json, share, shown, size
+from weightvc_cli.output import as_json, counted, share, shown, size
 from weightvc_cli.settings import Settings, json_option, repository_option
 
 if TYPE_CHECKING:
@@ -95,13 +95,9 @@ def fsck(
             raise Corrupt(f"{report.url} has no root that can be read: see `weightvc fsck --rebuild-root`")
         mend = "" if repair else ": see `weightvc fsck --repair`"
         raise Corrupt(
-            f"{report.url} is not whole: {_count(len(report.damages), 'object')} missing or bad, "
-            f"{_count(len(report.lost), 'version')} that cannot be read{mend}"
+            f"{report.url} is not whole: {counted(len(report.damages), 'object')} missing or bad, "
+            f"{counted(len(report.lost), 'version')} that cannot be read{mend}"
         )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _print(report: "FsckReport") -> None:
@@ -111,11 +107,11 @@ def _print(report: "FsckReport") -> None:
     for damage in report.damages[:SOME]:
         _print_damage(damage, told)
     if len(report.damages) > SOME:
-        click.echo(f"and {_count(len(report.damages) - SOME, 'object')} more; --json names all")
+        click.echo(f"and {counted(len(report.damages) - SOME, 'object')} more; --json names all")
     if report.lost:
         click.echo(f"cannot be read: {_named_once(report.lost, told)}")
     if report.lost_entries:
-        click.echo(f"{_count(report.lost_entries, 'operation')} in segments that cannot be read")
+        click.echo(f"{counted(report.lost_entries, 'operation')} in segments that cannot be read")
     for one in report.needed[:SOME]:
         click.echo(f"needed: {shown(one)}")
     for note in report.notes:
@@ -123,14 +119,14 @@ def _print(report: "FsckReport") -> None:
     if report.sequence is None:
         return
     expired = f", {report.expired} expired" if report.expired else ""
-    objects = f"{_count(report.objects, 'object')}, {size(report.nbytes)}"
-    click.echo(f"{_count(report.versions, 'version')}{expired}, {objects}")
+    objects = f"{counted(report.objects, 'object')}, {size(report.nbytes)}"
+    click.echo(f"{counted(report.versions, 'version')}{expired}, {objects}")
     if report.unreferenced:
-        click.echo(f"named by nothing: {_count(report.unreferenced, 'object')}, {size(report.unreferenced_bytes)}")
+        click.echo(f"named by nothing: {counted(report.unreferenced, 'object')}, {size(report.unreferenced_bytes)}")
     if report.share:
         seed = "" if report.share == 1 else f" ({share(report.share)}, --seed {report.seed})"
-        trees = _count(report.trees_built, "tree")
-        click.echo(f"read {_count(report.objects_read, 'object')}, built {trees}{seed}")
+        trees = counted(report.trees_built, "tree")
+        click.echo(f"read {counted(report.objects_read, 'object')}, built {trees}{seed}")
     if report.ok:
         click.echo("whole" if report.share == 1 else "whole, as far as it was looked at")
 
@@ -153,7 +149,7 @@ def _print_damage(damage: "Damage", told: "dict[tuple[Sufferer, ...], str]") -> 
 def _named_once(versions: "Sequence[Sufferer]", told: "dict[tuple[Sufferer, ...], str]") -> str:
     """Versions by name, or, where they were named before (`told`), how many and at which object."""
     where = told.get(tuple(versions))
-    return _named(versions) if where is None else f"{_count(len(versions), 'version')}, named at {where}"
+    return _named(versions) if where is None else f"{counted(len(versions), 'version')}, named at {where}"
 
 
 def _named(versions: "Sequence[Sufferer]") -> str:
@@ -165,7 +161,7 @@ def _named(versions: "Sequence[Sufferer]") -> str:
 
 def _print_rebuilt(made: "Rebuilt") -> None:
     origin = f"the copy {made.copy}" if made.copy else "segments and manifests alone"
-    click.echo(f"made a root of {origin}: sequence {made.sequence}, {_count(made.versions, 'version')}")
+    click.echo(f"made a root of {origin}: sequence {made.sequence}, {counted(made.versions, 'version')}")
     for name, ident in made.branches.items():
         click.echo(f"    branch {shown(name)}: {ident[:12]}")
     for what, versions in (

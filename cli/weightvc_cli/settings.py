@@ -79,7 +79,10 @@ class Settings:
             cache = None
         limit = self.cache_limit
         if limit is None and (told := os.environ.get("WEIGHTVC_CACHE_LIMIT")):
-            limit = Size().convert(told, None, None)
+            try:
+                limit = Size().convert(told, None, None)
+            except click.BadParameter as error:
+                raise click.UsageError(f"WEIGHTVC_CACHE_LIMIT: {error.message}") from error
         out: dict[str, Any] = {
             "cache": cache,
             "cache_limit": limit,

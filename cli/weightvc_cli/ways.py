@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightvc_cli.output import as_json, shown, size, table
+from weightvc_cli.output import as_json, counted, shown, size, table
 from weightvc_cli.settings import Settings, json_option, repository_option
 
 if TYPE_CHECKING:
@@ -105,8 +105,13 @@ def compact(settings: Settings, share: int | None, base_every: int | None, rever
         elif not (done.patches or done.back or done.bases):
             click.echo("nothing to add")
         else:
-            back = f", {done.back} back" if done.back else ""
-            click.echo(f"added {done.patches} patches{back}, {done.bases} bases: {size(done.nbytes)}")
+            click.echo(f"added {compaction_text(done)}")
+
+
+def compaction_text(done: "Compacted") -> str:
+    """What compact() did, in words."""
+    back = f", {done.back} back" if done.back else ""
+    return f"{counted(done.patches, 'patch', 'patches')}{back}, {counted(done.bases, 'base')}: {size(done.nbytes)}"
 
 
 def compaction_json(done: "Compacted") -> dict[str, Any]:

@@ -16,7 +16,7 @@ def test_mirrors_and_says_what_it_did(shell: Shell, history: dict[str, str]) -> 
     assert (said["branch"], said["id"], said["versions"], said["old"]) == ("main", history["merge"], 4, None)
     assert shell.out("mirror", ".weightvc", "near") == f"main is at {history['merge'][:12]}: nothing to copy\n"
     new = shell.commit(5)
-    assert shell.out("mirror", ".weightvc", "near").startswith(f"main is at {new[:12]}: 1 versions, ")
+    assert shell.out("mirror", ".weightvc", "near").startswith(f"main is at {new[:12]}: 1 version, ")
     assert shell.json("mirror", ".weightvc", "near", "-b", "exp")["versions"] == 0
     for ref in ("main", "exp"):
         assert shell.json("log", ref, "-r", "near")[0]["id"] == shell.json("log", ref)[0]["id"]

@@ -86,5 +86,7 @@ def test_a_size_is_bytes_or_has_a_unit(shell: Shell, history: dict[str, str]) ->
             settings.Size().convert(bad, None, None)
     shell.run("checkout", "main", "out", "--cache-limit", "50M")
     assert "no size" in shell.fails(2, "checkout", "main", "out", "--cache-limit", "much")
+    shell.env["WEIGHTVC_CACHE_LIMIT"] = "much"
+    assert "WEIGHTVC_CACHE_LIMIT: 'much'" in shell.fails(2, "checkout", "main", "out")
     shell.env["WEIGHTVC_CACHE_LIMIT"] = "1K"
     assert "cache_limit=1000" in shell.fails(8, "checkout", "main", "out")

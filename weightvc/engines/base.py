@@ -103,7 +103,7 @@ def check_mode(mode: str, cache_keys: bool) -> None:
         raise Refused(
             "mode 'in_place' leaves what old weights computed in the prefix cache, where new requests find it: send "
             "each request with a cache key of the version that is served (SGLang: extra_key, vLLM: cache_salt) and "
-            "say so with cache_keys=True, or use 'retract' or 'drain'"
+            "say so with cache_keys=True (--cache-keys), or use 'retract' or 'drain'"
         )
 
 

@@ -37,7 +37,10 @@ class Http:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or "@" in parts.netloc:
-            raise Refused(f"{url!r:.200} is not an engine's URL: give it as http://HOST:PORT, and a key as key=…")
+            raise Refused(
+                f"{url!r:.200} is not an engine's URL: give it as http://HOST:PORT, and a key as key=… "
+                "(WEIGHTVC_ENGINE_KEY)"
+            )
         if parts.query or parts.fragment:
             raise Refused(f"{url!r:.200}: leave out what comes after the path")
         if key is not None and (not key.isascii() or not key.isprintable()):
