@@ -73,6 +73,8 @@ def plan(settings: Settings, old: str, new: str) -> None:
                 click.echo(line)
         total = f"{made.patches} patches, " if made.patches != 1 else "1 patch, "
         held = f"from {shown(old)}" if made.start is not None else "from nothing"
+        if made.start is None and old != NOTHING:
+            held += f", since no patch leads on from {shown(old)} more cheaply"
         click.echo(f"{held}: {total}{size(made.nbytes)}, {made.requests} requests")
 
 

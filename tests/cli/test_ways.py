@@ -25,6 +25,8 @@ def test_plan_and_compact(shell: Shell) -> None:
     assert way["requests"] == sum(step["requests"] for step in way["steps"])
     assert way["bytes"] == sum(step["bytes"] for step in way["steps"])
     assert shell.json("plan", "main~1", "main~2")["from"] is None
+    assert "from nothing, since no patch leads on from main~1" in shell.out("plan", "main~1", "main~2")
+    assert "from nothing: " in shell.out("plan", "nothing", "main")
     added = shell.out("compact", "--reverse", "--share", "100000", "--base-every", "8", "--save")
     assert "added 0 patches, 11 back" in added
     assert "nothing to add" in shell.out("compact")
