@@ -2,7 +2,8 @@
 # with venv and pip. They always use .venv, whatever environment is active.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2
+# More workers than two cores: some of them wait for commands and servers.
+PYTEST_ARGS ?= -n 3 --dist worksteal
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed

@@ -535,9 +535,9 @@ def main() -> None:
         for part in arguments.parts or PARTS:
             say(part)
             work[part]()
+            if arguments.json:
+                arguments.json.write_text(json.dumps(bench.found, indent=1))
     print("\n".join(report(bench.found)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(bench.found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Consecutive optimizer steps through the installed command, on a local directory and on real S3.
 
-The chains are real ones where WEIGHTVC_CHAIN says that there are some, and always a made one of the same kind.
+The chains are real ones where WEIGHTVC_CHAIN says that there are some, else a made one of the same kind.
 """
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,20 +71,24 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Shell:
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "made"])
 def test_every_step_comes_back_to_the_bit_and_is_small(shell: Shell, name: str) -> None:
+    if name == "made" and os.environ.get("WEIGHTVC_CHAIN"):
+        pytest.skip("the real chains are at hand")
     source = shell.cwd / "source.safetensors"
     bases, patches = 0, []
     for step, data in enumerate(versions(name)):
         source.write_bytes(data)
         done = shell.run("commit", "-m", f"step {step}", "--step", str(step), "--json", "--stats", str(source))
         stats = json.loads(done.stderr)["stats"]
-        (edge,) = shell.json("show")["edges"]
-        if step == 0:
+        if step:
+            assert stats["writes"] == 2
+            assert stats["reads"] <= 3
+    for line in shell.out("log", "--json").splitlines():
+        (edge,) = json.loads(line)["edges"]
+        if edge["from"] is None:
             bases += edge["bytes"]
             assert edge["bytes"] < 0.72 * len(data)
         else:
             patches.append(edge["bytes"] / edge["changed"])
-            assert stats["writes"] == 2
-            assert stats["reads"] <= 3
     assert len(patches) == STEPS
     print(
         f"{name}: base {bases / len(data):.3f} of raw, {min(patches):.3f} to {max(patches):.3f} B a changed element"

@@ -1,4 +1,4 @@
-"""Real processes, killed and stopped at random: half a minute of what `make soak` does for ten minutes."""
+"""Real processes, killed and stopped at random: a minute, in all, of what `make soak` does for ten minutes each."""
 
 import os
 import secrets
@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit import crowd, fleet
 
-SECONDS = 25
+SECONDS = 15
 
 
 def place(where, request, tmp_path):
