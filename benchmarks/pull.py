@@ -45,6 +45,8 @@ from tests.kit.seaweed import BUCKET, Seaweed
 PARTS = ("next", "cold", "behind", "activate", "fleet")
 LINKS = {"loopback": None, "1 Gbit/s, 50 ms": (1000.0, 0.05), "100 Mbit/s, 50 ms": (100.0, 0.05)}
 STEPS = 6
+SHIFT = 1009
+"""Elements that each further copy of a model is turned by: equal chunks would be stored once."""
 Model = dict[str, npt.NDArray[Any]]
 """Tensors by name, as their bits."""
 
@@ -68,7 +70,11 @@ class Bench:
             run = catchup.Run(22_700_000)
             for _ in range(count):
                 one = run.tensors()
-                yield {f"{copy}.{name}": data.copy() for copy in range(copies) for name, data in one.items()}
+                yield {
+                    f"{copy}.{name}": np.roll(data, SHIFT * copy)
+                    for copy in range(copies)
+                    for name, data in one.items()
+                }
                 run.step()
             return
         from pairs import read
@@ -79,7 +85,7 @@ class Bench:
         for file in files[:count]:
             found = read(file)
             yield {
-                f"{copy}.{name}": data.view("<u2").copy()
+                f"{copy}.{name}": np.roll(data.view("<u2"), SHIFT * copy)
                 for copy in range(copies)
                 for name, (dtype, _, data) in found.items()
                 if dtype == "BF16"
