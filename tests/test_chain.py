@@ -82,8 +82,8 @@ def test_every_step_comes_back_to_the_bit_and_is_small(shell: Shell, name: str) 
         if step:
             assert stats["writes"] == 2
             assert stats["reads"] <= 3
-    for line in shell.out("log", "--json").splitlines():
-        (edge,) = json.loads(line)["edges"]
+    for version in shell.json("log"):
+        (edge,) = version["edges"]
         if edge["from"] is None:
             bases += edge["bytes"]
             assert edge["bytes"] < 0.72 * len(data)
