@@ -1,5 +1,11 @@
 """S3 against a real server: identities, prefixes, and what a listing may show."""
 
+import base64
+import hashlib
+import socket
+import time
+from urllib.parse import urlsplit
+
 import pytest
 
 from tests.kit.servers import BUCKET, Place, Server
@@ -71,3 +77,25 @@ def test_objects_lie_where_the_url_says(s3_place: Place, s3_server: Server) -> N
     s3_place.open().put("kind/k", b"value")
     prefix = s3_place.url.removeprefix(f"s3://{BUCKET}/")
     assert s3_server.client().get_object(Bucket=BUCKET, Key=f"{prefix}/kind/k")["Body"].read() == b"value"
+
+
+def test_a_writer_that_dies_before_the_body_leaves_what_was_there(s3_place: Place) -> None:
+    """SeaweedFS stores an empty object for a head without a body, unless the head says what the body's digest is."""
+    store = s3_place.open()
+    store.put("root", b"old")
+    heads = []
+    client = store._client()
+    client.meta.events.register("before-send.s3.PutObject", lambda request, **_: heads.append(request.headers))
+    store.put("other", b"new")
+    digest = heads[0]["Content-MD5"].decode()
+    assert digest == base64.b64encode(hashlib.md5(b"new").digest()).decode()
+    there = urlsplit(
+        client.generate_presigned_url(
+            "put_object", Params={"Bucket": store.bucket, "Key": f"{store.prefix}root", "ContentMD5": digest}
+        )
+    )
+    with socket.create_connection((there.hostname, there.port)) as dying:
+        head = f"PUT {there.path}?{there.query} HTTP/1.1\r\nHost: {there.netloc}\r\nContent-MD5: {digest}\r\n"
+        dying.sendall(f"{head}Content-Length: 3\r\n\r\n".encode())
+    time.sleep(0.5)
+    assert bytes(store.get("root").data) == b"old"

@@ -316,7 +316,10 @@ class S3Store:
             return list(threads.map(part, range(start, stop, _PART)))
 
     def _put(self, key: str, data: bytes, **conditions: str) -> str:
-        reply = self._send("writes", "put_object", Key=self.prefix + key, Body=data, **conditions)
+        # The head says what the body's digest is: else SeaweedFS keeps an empty object where a writer died after it.
+        reply = self._send(
+            "writes", "put_object", Key=self.prefix + key, Body=data, ContentMD5=_md5(data), **conditions
+        )
         with self._guard():
             self.stats.bytes_written += len(data)
         etag = _bare(reply.get("ETag", ""))
@@ -520,8 +523,11 @@ def _place(url: str) -> tuple[str, str]:
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
     # Many servers still ask for it, though S3 itself takes the newer checksums.
-    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
-    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+    params["headers"]["Content-MD5"] = _md5(params["body"])
+
+
+def _md5(data: bytes) -> str:
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def _content_range(header: str, start: int, length: int) -> tuple[int, int]:
