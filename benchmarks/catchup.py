@@ -11,7 +11,7 @@ version loads the last one, and one that holds nothing does, before and after co
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from weightvc.objects import key
 from weightvc.protocol import patches
 from weightvc.protocol.commit import Packer
 from weightvc.repository import Repository
+from weightvc.sources.base import TensorInfo
 
 
 class Run:
@@ -105,14 +106,14 @@ def measure(
     run = Run(elements)
     first, held = run.now, folder / "held"
     with init(cache=folder / "cache") as repository:
-        repository.commit(Bits(run), step=0)
+        repository.commit(Bits(run.tensors()), step=0)
         load(opened, held, first)
         start = time.perf_counter()
         for step in range(1, versions + 1):
             run.step()
             if step in (1, 4, 8, 32, 100, 1000):
                 say(f"{step:5} steps: {(run.now != first).mean():.2%} differ")
-            repository.commit(Bits(run), step=step)
+            repository.commit(Bits(run.tensors()), step=step)
         seconds = time.perf_counter() - start
         stored = sum(entry.place.nbytes for entry in repository.entries(n=versions) if entry.place)
         say(f"{versions} commits: {stored:,} bytes, {seconds:.0f} s")
@@ -166,14 +167,12 @@ def main() -> None:
 
 
 class Bits:
-    """The run's weights as a source of bf16 tensors."""
+    """bf16 tensors as a source: their bits, by name."""
 
-    def __init__(self, run: Run) -> None:
-        from weightvc.sources.base import TensorInfo
-
-        parts = run.tensors()
-        self._parts = [memoryview(parts[name]).cast("B") for name in sorted(parts)]
-        self.tensors = [TensorInfo("", n, "BF16", parts[n].shape, parts[n].nbytes) for n in sorted(parts)]
+    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
+        names = sorted(tensors)
+        self._parts = [memoryview(tensors[name]).cast("B") for name in names]
+        self.tensors = [TensorInfo("", n, "BF16", tensors[n].shape, tensors[n].nbytes) for n in names]
         self.layout = None
 
     def read(self, index: int, start: int, stop: int) -> memoryview:

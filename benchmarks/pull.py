@@ -38,6 +38,7 @@ from link import Link
 
 import weightvc
 from weightvc.repository import Repository
+from weightvc.sources.header import build_header
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.kit.seaweed import BUCKET, Seaweed
@@ -111,23 +112,6 @@ class Bench:
         )
 
 
-class Source:
-    """A model as a source of bf16 tensors."""
-
-    def __init__(self, model: Model) -> None:
-        from weightvc.sources.base import TensorInfo
-
-        self._parts = [memoryview(model[name]).cast("B") for name in sorted(model)]
-        self.tensors = [TensorInfo("", n, "BF16", model[n].shape, model[n].nbytes) for n in sorted(model)]
-        self.layout = None
-
-    def read(self, index: int, start: int, stop: int) -> memoryview:
-        return self._parts[index][start:stop]
-
-    def check(self) -> None: ...
-    def close(self) -> None: ...
-
-
 def torch_model(model: Model) -> dict[str, Any]:
     """The same as torch tensors with memory of their own."""
     import torch
@@ -146,11 +130,8 @@ def same(tensors: dict[str, Any], model: Model) -> None:
 
 def file_of(model: Model) -> bytes:
     """A safetensors file."""
-    header, end = {}, 0
-    for name, data in model.items():
-        header[name] = {"dtype": "BF16", "shape": list(data.shape), "data_offsets": [end, end := end + data.nbytes]}
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(data.tobytes() for data in model.values())
+    infos = catchup.Bits(model).tensors
+    return build_header(infos) + b"".join(model[info.name].tobytes() for info in infos)
 
 
 def xor_file(old: Model, new: Model) -> bytes:
@@ -199,7 +180,7 @@ def next_version(bench: Bench) -> None:
         boto = bench.client()
         with bench.init(f"next-{copies}", cache=bench.folder / "cache") as repository:
             for step, model in enumerate(models):
-                repository.commit(Source(model), step=step)
+                repository.commit(catchup.Bits(model), step=step)
                 boto.upload_fileobj(io.BytesIO(file_of(model)), BUCKET, f"full/{copies}/{step}")
                 if step:
                     boto.put_object(Bucket=BUCKET, Key=f"xor/{copies}/{step}", Body=xor_file(models[step - 1], model))
@@ -253,7 +234,7 @@ def cold(bench: Bench) -> None:
         boto, key = bench.client(), f"cold/{copies}"
         boto.upload_fileobj(io.BytesIO(file_of(model)), BUCKET, key)
         with bench.init(f"cold-{copies}", cache=None) as repository:
-            repository.commit(Source(model), step=0)
+            repository.commit(catchup.Bits(model), step=0)
         size = boto.head_object(Bucket=BUCKET, Key=key)["ContentLength"]
         into = memoryview(bytearray(size))
 
@@ -304,7 +285,7 @@ def activate(bench: Bench) -> None:
     url = bench.folder / "activate"
     with weightvc.init(url, cache=bench.folder / "cache") as repository:
         for step, model in enumerate(models):
-            repository.commit(Source(model), step=step)
+            repository.commit(catchup.Bits(model), step=step)
     live, beside = torch_model(models[0]), torch_model(models[0])
     client = weightvc.Client(url, into=live, cache=None)
     client.pull("main@{step=0}")
@@ -417,7 +398,7 @@ def fleet(bench: Bench, seconds: float, count: int = 64, processes: int = 4, eve
 
         def commit(step: int) -> None:
             digests[step] = digest_of(torch_model(run.tensors()))
-            repository.commit(catchup.Bits(run), step=step)
+            repository.commit(catchup.Bits(run.tensors()), step=step)
 
         commit(0)
         ready, stop, out = spawn.Semaphore(0), spawn.Event(), spawn.Queue()

@@ -8,6 +8,8 @@ from itertools import pairwise
 from math import floor, log2
 from typing import Any
 
+from tests.kernels.plain_codec import varint
+
 DTYPES = {
     "BF16": (16, 7, 256, True),
     "F16": (16, 10, 32, True),
@@ -253,10 +255,6 @@ def encode(data: bytes, dtype: str, old: bytes, new: bytes) -> bytes:
     return coder.payload()
 
 
-def varint_of(value: int) -> bytes:
-    return bytes([value]) if value < 128 else bytes([value % 128 + 128]) + varint_of(value >> 7)
-
-
 def tables_of(dtype: str, old: bytes, new: bytes) -> bytes:
     """Tables that suit a pair: all classes in one group, the odds of each by how many of its lanes change."""
     bits, shift, classes, signed = DTYPES[dtype]
@@ -276,4 +274,4 @@ def tables_of(dtype: str, old: bytes, new: bytes) -> bytes:
     steps = [b - a for a, b in pairwise(odds)]
     widths = [2000 * count // sum(counts) for count in counts]
     numbers = [0, classes, odds[0], *(2 * s if s >= 0 else -2 * s - 1 for s in steps), 1, len(widths), *widths]
-    return b"".join(varint_of(number) for number in numbers)
+    return b"".join(varint(number) for number in numbers)

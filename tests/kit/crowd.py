@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import weightvc
-from tests.kit.servers import _die_with_parent
+from tests.kit.servers import die_with_parent
 from tests.kit.weights import Bits, Weights, file_bytes, flipped, held, lying, tensor
 from weightvc.errors import Conflict, Expired, RefNotFound, StateUnknown, StoreError, WeightvcError
 from weightvc.repository import Repository
@@ -281,7 +281,7 @@ def follower(actor: Actor) -> None:
         stdout=subprocess.PIPE,
         stderr=(actor.home / "log").open("ab"),
         text=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     ) as running:
         assert running.stdout is not None
         for line in running.stdout:
@@ -376,7 +376,7 @@ class Herd:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def send(self, role: str, number: int) -> None:

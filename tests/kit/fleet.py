@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import weightvc
 from tests.kit.crowd import COMMAND, Actor, Done, Fault, Herd, environment
-from tests.kit.servers import _die_with_parent
+from tests.kit.servers import die_with_parent
 from tests.kit.weights import Bits, Weights, flipped, lying, tensor
 from weightvc.errors import Expired, RefNotFound, StoreError, WeightvcError
 
@@ -186,7 +186,7 @@ def commander(actor: Actor) -> None:
         stdout=subprocess.PIPE,
         stderr=(actor.home / "log").open("ab"),
         text=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
     if (slots / "current").exists():
         read(slots / "current")

@@ -159,7 +159,7 @@ class Child:
         self.log = log
         with open(log, "wb") as out:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=env, preexec_fn=_die_with_parent
+                command, stdout=out, stderr=subprocess.STDOUT, env=env, preexec_fn=die_with_parent
             )
 
     def wait_ready(self, ready: Callable[[], object], seconds: float = 60.0) -> None:
@@ -190,7 +190,7 @@ class Child:
                 self._process.wait()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     # pytest-timeout may end the tests by _exit, which runs no clean-up.
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
