@@ -116,12 +116,12 @@ class Small(Blocks):
         return Coder()
 
     def encode(self) -> tuple[int, Any]:
-        coder = self.coder()
+        coder, stride = self.coder(), context.stride_of(self.pair.nbytes)
 
         def sample(run: list[Span]) -> tuple[str, context.Stats | None]:
             dtype = run[0].dtype
             known = context.supports(dtype)
-            return dtype, context.sample_batch([*map(self._bytes, run)], dtype) if known else None
+            return dtype, context.sample_batch([*map(self._bytes, run)], dtype, stride) if known else None
 
         def some(run: list[Span]) -> list[tuple[int, bytes]]:
             coded = coder.patches(run[0].dtype, run[0].lane, [*map(self._bytes, run)])

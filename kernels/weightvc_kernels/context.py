@@ -37,6 +37,8 @@ BLOCK_LIMIT = 1 << 26
 
 STRIDE = 16
 """Of so many units, sample looks at one."""
+SAMPLED = 4 << 20
+"""Bytes of a model that are enough to make tables from: with more, they hardly get better."""
 
 _KEPT = 128 << 20
 _kept = threading.local()
@@ -80,6 +82,11 @@ class Stats:
 
     def __add__(self, other: "Stats") -> "Stats":
         return Stats(self.seen + other.seen, self.changed + other.changed, self.steps + other.steps)
+
+
+def stride_of(nbytes: int) -> int:
+    """Of so many units of a model of `nbytes` bytes, a writer looks at one."""
+    return max(STRIDE, nbytes // SAMPLED)
 
 
 def sample(old: Buffer, new: Buffer, dtype: str, stride: int = STRIDE) -> Stats:

@@ -27,6 +27,8 @@ from weightvc.stores.base import MISSING
 Progress = Callable[[int, int], None]
 SAMPLE: Final = 256 << 10
 """Bytes of a block of many small chunks that the tables are made from, about: a sixteenth of the largest."""
+BLOCKS: Final = 256
+"""Blocks, some 1 GiB, that are enough to make tables from where only whole ones can be read."""
 SCHEMA_CHANGES: Final = 8
 """How often the schema may change between two bases."""
 
@@ -166,12 +168,14 @@ class Build:
             patch = Packer(self._shelf, self._transaction, uploads) if self._parent is not None else None
             base = Packer(self._shelf, self._transaction, uploads) if self._base else None
             if self._parent is not None and self._coder.learns(schema.nbytes):
-                # A sixteenth of what is there, to make the tables from; of small trees more.
+                # A sixteenth of what is there, to make the tables from; of small trees more, of large ones less.
                 from weightvc_kernels import context
 
-                every = max(1, min(context.STRIDE, len(blocks) // context.STRIDE))
+                stride = context.stride_of(schema.nbytes)
+                every = max(1, min(context.STRIDE, len(blocks) // context.STRIDE), len(blocks) // BLOCKS)
                 whole = set(blocks[::every])
-                self._coder.learn(parallel.ordered(pool, lambda run: self._sample(run, whole), runs, 64))
+                sampled = parallel.ordered(pool, lambda run: self._sample(run, whole, stride), runs, 64)
+                self._coder.learn(sampled)
             for block in chain.from_iterable(parallel.ordered(pool, self._encode, runs, window)):
                 count = block.high - block.low
                 digests.append(block.digests)
@@ -285,21 +289,21 @@ class Build:
             at = stop
         return [*out]
 
-    def _sample(self, run: list[tuple[int, int]], whole: set[tuple[int, int]]) -> tuple[str, Any]:
-        """Statistics of blocks: of parts of them where they are at hand, or of runs of many small chunks; else of
-        those that are in `whole`."""
+    def _sample(self, run: list[tuple[int, int]], whole: set[tuple[int, int]], stride: int) -> tuple[str, Any]:
+        """Statistics of blocks: of one in `stride` units where they are at hand, or of runs of many small chunks;
+        else of those blocks that are in `whole`."""
         from weightvc_kernels import CodecError, context
 
         dtype = self._schema.tensors[self._schema.tensor_of(run[0][0])].dtype
         if not context.supports(dtype):
             return dtype, None
-        pairs = [pair for block in run if (pair := self._sampled(*block, block in whole)) is not None]
+        pairs = [pair for block in run if (pair := self._sampled(*block, block in whole, stride))]
         try:
             return dtype, context.sample_batch(pairs, dtype, 1) if pairs else None
         except CodecError:
             return dtype, None
 
-    def _sampled(self, low: int, high: int, whole: bool) -> tuple[frame.Buffer, frame.Buffer] | None:
+    def _sampled(self, low: int, high: int, whole: bool, stride: int) -> tuple[frame.Buffer, frame.Buffer] | None:
         from weightvc_kernels import context
 
         assert self._parent is not None
@@ -311,9 +315,9 @@ class Build:
         try:
             if high - low == 1 and not getattr(self._input, "remote", False):
                 at = self._parent.tree.schema.position(source)
-                first = min(context.STRIDE // 2 * context.UNIT, (stop - start) // 2 // context.UNIT * context.UNIT)
+                first = min(stride // 2 * context.UNIT, (stop - start) // 2 // context.UNIT * context.UNIT)
                 olds, news = [], []
-                for unit in range(first, stop - start, context.STRIDE * context.UNIT):
+                for unit in range(first, stop - start, stride * context.UNIT):
                     end = min(unit + context.UNIT, stop - start)
                     old = self._parent.bytes.peek(at + unit, at + end)
                     if old is None:
