@@ -67,24 +67,34 @@ def scan(pair: Pair, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
         return bits
 
     stats = [context.sample(span.of(pair.old), span.of(pair.new), span.dtype) for span in pair.blocks[:8]]
-    dtype = pair.blocks[0].dtype
+    dtype, lane = pair.blocks[0].dtype, pair.blocks[0].lane
     model = context.Model(context.tables(sum(stats[1:], stats[0]), dtype), dtype)
-    blocks = [span for span in pair.blocks if span.dtype == dtype and (span.stop - span.start) % 8 == 0]
     same = pair.old.copy()
+    runs = [
+        [
+            (span.of(pair.old), span.of(same))
+            for span in run
+            if span.dtype == dtype and (span.stop - span.start) % 8 == 0
+        ]
+        for run in pair.runs
+    ]
 
-    def over(work: Callable[[Bytes, Bytes, Span], Any]) -> Callable[[], Any]:
-        return lambda: list(pool.map(lambda span: work(span.of(pair.old), span.of(same), span), blocks))
+    def over(work: Callable[[list[tuple[Bytes, Bytes]]], Any]) -> Callable[[], Any]:
+        return lambda: list(pool.map(work, runs))
+
+    def each(work: Callable[[Bytes, Bytes], Any]) -> Callable[[], Any]:
+        return over(lambda run: [work(*pair) for pair in run])
 
     seconds = interleaved(
         rounds,
         {
-            "plain read of two arrays": over(lambda a, b, span: both(a.view("u8"), b.view("u8"))),
-            "context codec": over(lambda a, b, span: context.encode_patch(model, a, b)),
-            "first codec": over(lambda a, b, span: wk.encode_patch(a, b, span.lane)),
-            "sample of one in 16": over(lambda a, b, span: context.sample(a, b, span.dtype)),
+            "plain read of two arrays": each(lambda a, b: both(a.view("u8"), b.view("u8"))),
+            "context codec": over(lambda run: context.encode_batch(model, run)),
+            "first codec": each(lambda a, b: wk.encode_patch(a, b, lane)),
+            "sample of one in 16": over(lambda run: context.sample_batch(run, dtype)),
         },
     )
-    total = 2 * sum(span.stop - span.start for span in blocks)
+    total = 2 * sum(old.size for run in runs for old, _ in run)
     return {name: asdict(spent) | {"nbytes": total} for name, spent in seconds.items()}
 
 

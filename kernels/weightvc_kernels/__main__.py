@@ -4,13 +4,14 @@ import time
 
 import numpy as np
 
-from weightvc_kernels import context, hash_kernels, hashes, pieces, rice
+from weightvc_kernels import context, hash_kernels, hashes, pieces, planes, rice
 
 print("compiling: some seconds, a minute or two on a busy machine", flush=True)
 began = time.monotonic()
 context.prepare()
 rice.prepare()
 hashes.digests(bytes(hashes.MANY), range(hashes.MANY + 1))
+planes.prepare()
 pieces.gather(*np.zeros((2, hashes.MANY), np.int64))
 # numba asks that whoever loads it may write there, and that the processor is the same.
 place = (

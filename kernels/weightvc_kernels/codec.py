@@ -31,7 +31,7 @@ again. The caller holds the digest that tells.
 
 import numpy as np
 
-from weightvc_kernels import lanes, rice, streams
+from weightvc_kernels import lanes, planes, rice, streams
 from weightvc_kernels.errors import CodecError
 from weightvc_kernels.lanes import Buffer, Bytes, Lanes, Positions
 
@@ -54,7 +54,7 @@ def encode_whole(new: Buffer, lane: int) -> tuple[int, bytes]:
     Raises CodecError for a block over BLOCK_LIMIT or not a whole number of lanes.
     """
     block = _block(new, lane)
-    payload = _put_planes(block)
+    payload = planes.encode(block)
     return (PLANES, payload) if len(payload) < block.nbytes else (RAW, block.tobytes())
 
 
@@ -66,14 +66,26 @@ def decode_whole(codec: int, payload: Buffer, nbytes: int, lane: int) -> Bytes:
     lanes.dtype_of(lane)
     if nbytes < 0 or nbytes > BLOCK_LIMIT or nbytes % lane:
         raise CodecError(f"block of {nbytes} bytes in lanes of {lane}: not one that an encoder makes")
+    out = np.empty(nbytes, np.uint8)
+    decode_whole_into(codec, payload, out, lane)
+    return out
+
+
+def decode_whole_into(codec: int, payload: Buffer, target: Buffer, lane: int) -> None:
+    """The same into `target`, whatever that holds. Raises CodecError as decode_whole does, also for a target that
+    cannot be written to; it may then hold anything."""
+    out = _block(target, lane)
+    if not out.flags.writeable:
+        raise CodecError("target is read-only: pass a writable buffer, or use decode_whole")
     if codec == RAW:
         data = lanes.as_bytes(payload)
-        if data.size != nbytes:
-            raise CodecError(f"raw block has {data.size} bytes, {nbytes} were expected: payload changed")
-        return data.copy()
-    if codec == PLANES:
-        return _get_planes(payload, nbytes // lane, lane).view(np.uint8)
-    raise CodecError(f"codec {codec} does not hold a whole block (known: {RAW}, {PLANES}): upgrade weightvc")
+        if data.size != out.nbytes:
+            raise CodecError(f"raw block has {data.size} bytes, {out.nbytes} were expected: payload changed")
+        out.view(np.uint8)[:] = data
+    elif codec == PLANES:
+        planes.decode_into(payload, out)
+    else:
+        raise CodecError(f"codec {codec} does not hold a whole block (known: {RAW}, {PLANES}): upgrade weightvc")
 
 
 def encode_patch(old: Buffer, new: Buffer, lane: int) -> tuple[int, bytes, Lanes]:
@@ -96,7 +108,7 @@ def encode_patch(old: Buffer, new: Buffer, lane: int) -> tuple[int, bytes, Lanes
     if density >= 1 / 8 or len(best) > raw // 2:
         best, codec = _smaller(best, codec, _put_dense(before, after, at), DENSE)
     if len(best) > raw // 2:
-        best, codec = _smaller(best, codec, _put_planes(after), PLANES)
+        best, codec = _smaller(best, codec, planes.encode(after), PLANES)
     if len(best) >= raw:
         best, codec = after.tobytes(), RAW
     return codec, best, before[at]
@@ -162,17 +174,6 @@ def _block(data: Buffer, lane: int) -> Lanes:
 
 def _smaller(best: bytes, codec: int, payload: bytes, its: int) -> tuple[bytes, int]:
     return (payload, its) if not best or len(payload) < len(best) else (best, codec)
-
-
-def _put_planes(block: Lanes) -> bytes:
-    return b"".join(streams.put_section(plane) for plane in streams.split(block, left=int(block.itemsize > 1)))
-
-
-def _get_planes(payload: Buffer, count: int, lane: int) -> Lanes:
-    reader = streams.Reader(payload)
-    planes = [reader.section(count, f"byte plane {j}") for j in range(lane)]
-    reader.end()
-    return streams.merge(planes, count, lane, left=8 * lane - 1 if lane > 1 else 0)
 
 
 def _put_sparse(old: Lanes, new: Lanes, at: Positions) -> bytes:

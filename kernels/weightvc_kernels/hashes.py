@@ -42,16 +42,9 @@ def digests(data: Buffer, cuts: "np.typing.NDArray[np.int64] | Sequence[int]") -
     if short.size:
         found = np.empty((short.size, 8), np.uint32)
         rooms = [np.zeros(n * kernels.LANES, np.uint32) for n in (16, 8, 1, 1, 1)]
-        kernels.hash_pieces(_frozen(source), begins[short], sizes[short], kernels.START, *rooms, found)
+        kernels.hash_pieces(lanes.frozen(source), begins[short], sizes[short], kernels.START, *rooms, found)
         out[short] = found
     for i in order[short.size :].tolist():
         piece = source[borders[i] : borders[i + 1]]
         out[i] = np.frombuffer(blake3.blake3(piece.data).digest(), np.uint32)
     return out.tobytes()
-
-
-def _frozen(source: lanes.Bytes) -> lanes.Bytes:
-    """A read-only view: one type for the compiler, whatever the caller holds."""
-    view = source.view()
-    view.flags.writeable = False
-    return view

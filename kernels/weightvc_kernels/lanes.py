@@ -69,6 +69,13 @@ def address(block: Lanes) -> int:
     return place
 
 
+def frozen(block: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A read-only view, of a copy if it is not aligned: one type for the compiler, whatever the caller holds."""
+    view = block.view() if block.flags.aligned else block.copy()
+    view.flags.writeable = False
+    return view
+
+
 def changed(old: Lanes, new: Lanes) -> Positions:
     """Ascending positions [changes], int64, of the lanes in which `old` and `new` [lanes] differ."""
     per = 8 // old.itemsize

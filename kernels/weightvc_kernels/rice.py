@@ -330,13 +330,6 @@ def _block(data: Buffer, lane: int) -> Lanes:
     return block
 
 
-def _frozen(block: Lanes) -> Lanes:
-    """A read-only view, of a copy if it is not aligned: one type for the compiler, whatever the caller holds."""
-    view = block.view() if block.flags.aligned else block.copy()
-    view.flags.writeable = False
-    return view
-
-
 def _size(lane: int) -> tuple[int, ...]:
     """As the kernels take it: the length of a tuple is known when they are compiled."""
     return (0,) * lane

@@ -44,8 +44,10 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 _ESCAPE = 255
 # Of fewer numbers no bits are kept apart: a bit plane takes whole bytes, which would be mostly padding.
 _FEW = 8
-# Lanes that are taken apart or put together at once: few enough to stay in a processor's own cache.
+# Lanes that are taken apart at once: few enough to stay in a processor's own cache.
 _PIECE = 1 << 15
+_MERGED = 1 << 18
+"""Bytes of lanes that are put together at once: as many as the calls are worth."""
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _local = threading.local()
 
@@ -77,12 +79,17 @@ def put_varint(value: int) -> bytes:
 
 def put_section(data: Bytes) -> bytes:
     """`data`, uint8 [bytes], contiguous, as a section: zstd where that is smaller."""
+    return b"".join(section_of(data))
+
+
+def section_of(data: Bytes) -> tuple[bytes, bytes | memoryview]:
+    """The same in two parts, of which the second may be `data` itself."""
     # Under 16 bytes the frame's own header outweighs any gain.
     if data.size >= 16:
         frame = _compressor().compress(data.data)
         if len(frame) < data.size:
-            return put_varint(2 * len(frame) + 1) + frame
-    return put_varint(2 * data.size) + data.tobytes()
+            return put_varint(2 * len(frame) + 1), frame
+    return put_varint(2 * data.size), data.data
 
 
 def put_numbers(values: Lanes) -> bytes:
@@ -143,17 +150,28 @@ def split(values: Lanes, left: int = 0) -> list[Bytes]:
     return planes
 
 
-def merge(planes: list[Bytes], count: int, lane: int, left: int = 0) -> Lanes:
-    """`count` lanes from at most `lane` planes, rotated to the left by `left` bits; absent high planes are zero."""
-    out = (np.empty if planes else np.zeros)(count, dtype_of(lane))
-    for at in range(0, count if planes else 0, _PIECE):
-        part = out[at : at + _PIECE]
-        part[:] = planes[-1][at : at + _PIECE]
+def merge(planes: list[Bytes], count: int, lane: int, left: int = 0, out: Lanes | None = None) -> Lanes:
+    """`count` lanes from at most `lane` planes, rotated to the left by `left` bits; absent high planes are zero.
+    `out` [count] is where to put them, if not into a fresh array."""
+    if out is None:
+        out = np.empty(count, dtype_of(lane))
+    if not planes:
+        out[:] = 0
+        return out
+    number, step = out.dtype.type, _MERGED // lane
+    room = np.empty(min(step, count) if left else 0, out.dtype)
+    for at in range(0, count, step):
+        part = out[at : at + step]
+        part[:] = planes[-1][at : at + step]
+        # numpy multiplies and divides with all of a processor's width, and shifts more slowly.
         for plane in planes[-2::-1]:
-            part <<= 8
-            part |= plane[at : at + _PIECE]
+            np.multiply(part, number(256), out=part)
+            np.add(part, plane[at : at + step], out=part)
         if left:
-            part[:] = rotate(part, left)
+            low = room[: part.size]
+            np.multiply(part, number(1 << left), out=low)
+            np.floor_divide(part, number(1 << 8 * lane - left), out=part)
+            np.bitwise_or(part, low, out=part)
     return out
 
 

@@ -156,6 +156,10 @@ class Build:
             if schema.tensors != self._parent.tree.schema.tensors:
                 self._moved = _renamed(self._parent.tree, schema, self._input)
             self._map = state.chunk_map(schema, self._parent.tree.schema, self._moved)
+        if self._base:
+            from weightvc_kernels import planes
+
+            planes.load(schema.nbytes)
         blocks = manifest.blocks(schema, self._map)
         runs = manifest.runs(schema, blocks)
         window = 2 * parallel.workers() + 2
