@@ -106,10 +106,11 @@ def check_paths(paths: list[str]) -> None:
     """Refuse paths that are unsafe to write."""
     folded = {}
     for path in paths:
-        need(len(path.encode()) <= 4096 and "\\" not in path, f"the path {path!r}")
+        need(len(path.encode()) <= 1024 and "\\" not in path, f"the path {path!r}")
         need(not any(unicodedata.category(letter) == "Cc" for letter in path), f"the path {path!r}")
         for part in path.split("/"):  # an empty or absolute path has an empty part
-            unsafe = part in ("", ".", "..") or re.match("[A-Za-z]:", part) or len(part.encode()) > 255
+            named = part.lower() in ("", ".", "..", ".weightvc")
+            unsafe = named or re.match("[A-Za-z]:", part) or len(part.encode()) > 255
             need(not unsafe, f"the path {path!r}")
         folded[unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())] = path
     need(len(folded) == len(paths), "paths that are the same to some file systems")

@@ -197,7 +197,8 @@ class Repository(Retention, Recovery):
                 base=base,
                 codec=codec,
                 labels=(message, _step(step), run, metadata),
-                cast=dtype is not None,
+                # A version that is committed again is as it was served.
+                castable=dtype is None and opened is not source,
             )
         finally:
             if opened is not source:
@@ -214,7 +215,7 @@ class Repository(Retention, Recovery):
         base: bool,
         codec: str,
         labels: tuple[str, int | None, str | None, Mapping[str, Any] | None],
-        cast: bool,
+        castable: bool,
     ) -> Version:
         from weightvc.protocol import commit, pins, resolve
         from weightvc.sources.header import collector_paused
@@ -299,7 +300,7 @@ class Repository(Retention, Recovery):
                         WeightvcWarning,
                         stacklevel=3,
                     )
-                if not cast and parent is not None and 2 * build.changed_float32 > schema.elements:
+                if castable and parent is not None and 2 * build.changed_float32 > schema.elements:
                     share = build.changed_float32 / schema.elements
                     warnings.warn(
                         f"{share:.0%} of the elements changed, and they are float32: if what is served is bfloat16, "

@@ -1,6 +1,7 @@
 """What a commit reads is what a reader gets, bit for bit."""
 
 import io
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,16 @@ def test_float32_that_all_changes_is_warned_of(repository):
     repository.commit({"w": rng.random(1000, "f4")})
     with pytest.warns(weightvc.WeightvcWarning, match="dtype='bfloat16'"):
         repository.commit({"w": rng.random(1000, "f4")})
+
+
+def test_a_revert_of_float32_has_nothing_to_be_warned_of(repository):
+    rng = np.random.default_rng(1)
+    repository.commit({"w": rng.random(1000, "f4")})
+    with pytest.warns(weightvc.WeightvcWarning):
+        repository.commit({"w": rng.random(1000, "f4")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        repository.revert("main~1")
 
 
 def test_cast_on_commit(repository):
