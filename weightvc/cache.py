@@ -14,12 +14,13 @@ import random
 import secrets
 import stat
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 from weightvc import claims
-from weightvc.errors import Corrupt
+from weightvc.errors import Corrupt, WeightvcWarning
 from weightvc.objects import expect, frame, key
 from weightvc.objects.schema import Schema
 
@@ -55,6 +56,7 @@ class Cache:
         self.limit = limit
         self._trees = trees
         self._objects = objects
+        self._warned = False
 
     def _bounds(self) -> tuple[int, int]:
         """Bytes of objects, and of trees."""
@@ -141,9 +143,21 @@ class Cache:
 
     def write_tree(self, schema: Schema, digest: str | None = None) -> "TreeWriter | None":
         """Begin to keep a tree; None where the disk or the limit does not let us, or where another process is writing
-        that very tree, if its digest is known by now."""
-        _, bound = self._bounds()
+        that very tree, if its digest is known by now. Warns, once, of a limit that no such tree fits in."""
+        objects, bound = self._bounds()
         if schema.nbytes > bound:
+            if not self._warned:
+                self._warned = True
+                limit = "half of its disk" if self.limit is None else "its limit"
+                # As _bounds() divides it: objects get a quarter, and at most so much.
+                need = min(4 * (schema.nbytes - 1) // 3 + 1, schema.nbytes + self._objects)
+                warnings.warn(
+                    f"the cache {self.directory} keeps no weights, so they are fetched again each time: a version "
+                    f"has {schema.nbytes} bytes, and {limit} of {objects + bound} leaves {bound} for them; "
+                    f"cache_limit (--cache-limit, WEIGHTVC_CACHE_LIMIT) has to be {need} or more",
+                    WeightvcWarning,
+                    stacklevel=2,
+                )
             return None
         # The newest one stays: it may be what this one is made from, and this one may come to nothing.
         self._sweep("trees", bound - schema.nbytes, self._trees, least=1)

@@ -14,18 +14,30 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
-from weightvc.errors import AccessDenied, Conflict, Corrupt, EngineError, Expired, NotFound, Refused, StoreError
+from weightvc.errors import (
+    AccessDenied,
+    BadName,
+    Conflict,
+    Corrupt,
+    EngineError,
+    Expired,
+    NotFound,
+    Refused,
+    StoreError,
+)
 from weightvc.history import HEAD, Ref, said, version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Version
 from weightvc.protocol.meter import PARTS, Meter
-from weightvc.protocol.refs import Refs
+from weightvc.protocol.refs import Refs, check_name
 from weightvc.repository import Repository, open
 from weightvc.targets import Directory, Staged, Target, Tensors
 from weightvc.tensor_groups import TensorGroups
+
+T = TypeVar("T")
 
 EVERY: Final = 1.0
 """Seconds between two polls, about."""
@@ -350,7 +362,7 @@ class Client:
         until it is activated. A branch that does not exist yet is waited for, and so is a store that cannot be
         reached (that is logged, as "weightvc"). Where `also` is asked and says True, an update to the head comes
         although the target holds it: what serves it may have been started again (Engine.behind). It ends when `stop`
-        is set. Raises AccessDenied, Corrupt, Refused.
+        is set. Raises AccessDenied, Corrupt, Refused, and of those BadName for what is no branch.
         """
         self._check_process()
         if not _is_number(every) or not 0 < every <= LONGEST:
@@ -359,6 +371,11 @@ class Client:
             raise Refused(f"max_lag={max_lag!r:.100}: give how many versions behind call for an update, 1 or more")
         if not isinstance(branch, str):
             raise Refused(f"branch={branch!r:.100}: name the branch to follow")
+        if branch not in (HEAD, "@"):
+            try:
+                check_name(branch)
+            except BadName as error:
+                raise BadName(f"only a branch can be followed: {error}; `pull` takes any ref, once") from None
         stop = stop or threading.Event()
         failures = 0
         while not stop.is_set():
@@ -375,6 +392,11 @@ class Client:
                 failures += 1
                 _log.warning("%s cannot be read (attempt %d): %s", self.repository.url, failures, error)
                 update = None
+            if update is not None and update.branch is None:
+                raise BadName(
+                    f"only a branch can be followed: {branch!r:.200} is a tag or an id, of {said(update.version)}, "
+                    "which stays what it is; `pull` takes any ref, once"
+                )
             due = update is not None and (update.lag is None or update.lag >= max_lag)
             held = self._holds()
             if update is not None and due and update.version.id != held:
@@ -450,30 +472,51 @@ class Client:
             self._moved.notify_all()
 
 
+def moves(
+    client: Client,
+    branch: str,
+    move: Callable[[Update], T],
+    *,
+    every: float = EVERY,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> Iterator[tuple[Update, T]]:
+    """follow(), with every update given to `move` until it comes to pass: those that did, and what that returned.
+
+    An update that fails with RETRIED is logged, and comes again after a wait that grows: the target is as it was.
+    Raises AccessDenied, what else `move` raises, and what follow() does.
+    """
+    stop = stop or threading.Event()
+    failures = 0
+    for update in client.follow(branch, every=every, stop=stop, **options):
+        try:
+            moved = move(update)
+        except AccessDenied:
+            raise
+        except RETRIED as error:
+            failures += 1
+            short = update.version.short
+            _log.warning("%s; the update to %s is tried again (attempt %d failed)", error, short, failures)
+            stop.wait(waits(every, failures))
+        else:
+            failures = 0
+            yield update, moved
+
+
 class Watch:
     """A thread that follows a branch. `error` is what ended it, if something did."""
 
     def __init__(self, client: Client, branch: str, on_update: Callable[[Update], object], options: Any) -> None:
         self.error: BaseException | None = None
         self._stop = threading.Event()
-        self._updates = client.follow(branch, stop=self._stop, **options)
-        self._on_update = on_update
+        self._moves = moves(client, branch, on_update, stop=self._stop, **options)
         self._thread = threading.Thread(target=self._run, name="weightvc-watch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        failures = 0
         try:
-            for update in self._updates:
-                try:
-                    self._on_update(update)
-                    failures = 0
-                except RETRIED as error:
-                    # The target is as it was; the next poll offers the newest version again.
-                    failures += 1
-                    short = update.version.short
-                    _log.warning("the update to %s did not come to pass (attempt %d): %s", short, failures, error)
-                    self._stop.wait(waits(EVERY, failures))
+            for _ in self._moves:
+                pass
         except BaseException as error:
             self.error = error
             _log.error("no longer following: %s", error)

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Final
 
+from weightvc import device
 from weightvc.errors import BadTensor, Corrupt
 from weightvc.objects import dtypes, frame
 from weightvc.objects.catalogue import Entry
@@ -56,7 +58,7 @@ class Region:
 @dataclass(slots=True)
 class Write:
     """New lanes of a chunk: `lanes[at] = new`, all of them if `at` is None. `old` is what they were. `new` is None in
-    what is kept only to be taken back."""
+    what is kept only to be taken back. `lanes` are the target's, numpy or torch; the others numpy, in main memory."""
 
     name: str
     tensor: int
@@ -73,10 +75,31 @@ class Write:
 
     def apply(self) -> None:
         """Write them."""
+        new = self.new if hasattr(self.lanes, "__array_interface__") else device.of_host(self.new, self.lanes)
         if self.at is None:
-            self.lanes[:] = self.new
+            self.lanes[:] = new
         else:
-            self.lanes[self.at] = self.new
+            self.lanes[self.at] = new
+
+
+class Writes:
+    """Writes, ready to be made: what goes to a few places of a device lies there already."""
+
+    def __init__(self, writes: Sequence[Write]) -> None:
+        """Raises what the device does where it has no room for them."""
+        there = [write.at is not None and not hasattr(write.lanes, "__array_interface__") for write in writes]
+        self._writes = writes
+        self._here = [write for write, is_there in zip(writes, there, strict=True) if not is_there]
+        self._there = device.Scatters(compress(writes, there))
+
+    def apply(self) -> None:
+        """Make them all, and return when they are done. To be called again where that failed, and not else."""
+        self._there.apply()
+        for write in self._here:
+            write.apply()
+        device.wait(write.lanes for write in self._writes)
+        # What they took of a device is free again, also where somebody keeps this.
+        self._writes, self._here, self._there = (), [], device.Scatters(())
 
 
 class Live:
@@ -172,8 +195,8 @@ class Live:
                 start = width * row // 8
                 covered.setdefault(name, []).append((start, start + tensor.nbytes, tensor.name))
                 regions.append(Region(self._flat[name], start, tensor.nbytes))
-                device, address, _ = self._memory[name]
-                places.append((device, address + start, tensor.nbytes, i))
+                where_, address, _ = self._memory[name]
+                places.append((where_, address + start, tensor.nbytes, i))
         faults += self._uncovered(covered, meant)
         twins, overlaps = _shared(schema, places)
         faults += overlaps
@@ -320,17 +343,12 @@ def _undo(data: frame.Buffer, writes: Sequence[Write]) -> frame.Buffer:
 
     out = numpy.frombuffer(bytearray(data), numpy.uint8)
     for write in writes:
-        old = _host(write.old)
-        lanes = out.view(old.dtype)
+        lanes = out.view(write.old.dtype)
         if write.at is None:
-            lanes[:] = old
+            lanes[:] = write.old
         else:
-            lanes[_host(write.at)] = old
+            lanes[write.at] = write.old
     return memoryview(out)  # type: ignore[arg-type]
-
-
-def _host(array: Any) -> Any:
-    return array if hasattr(array, "__array_interface__") else array.cpu().numpy()
 
 
 def find(
@@ -431,24 +449,11 @@ def _differing_lanes(
         where = kernels.diff_lanes(old, new, lane)
         if not where.size:
             continue
-        lanes = region.lanes(start, stop, lane)
-        # What changes everywhere waits in main memory: beside the tensors it would take twice their own.
-        if where.size * DENSE >= new.size:
-            parts = _torch(lanes, (None, new.copy(), old.copy()))
-        else:
-            parts = _torch(lanes, (where, new[where], old[where]), lanes)
-        writes.append(Write(info.name, tensor, start, lanes, *parts))
+        # What changes nearly everywhere is sent to a device only when it is written: it takes as much as the tensors.
+        dense = where.size * DENSE >= new.size
+        parts = (None, new.copy(), old.copy()) if dense else (where, new[where], old[where])
+        writes.append(Write(info.name, tensor, start, region.lanes(start, stop, lane), *parts))
     return writes
-
-
-def _torch(lanes: Any, parts: Sequence[Any], beside: Any = None) -> Sequence[Any]:
-    """Arrays as what `lanes` are, a numpy array or a torch tensor; on the device of `beside`, or in main memory."""
-    if hasattr(lanes, "__array_interface__"):
-        return parts
-    import torch
-
-    made = [None if part is None else torch.from_numpy(part) for part in parts]
-    return made if beside is None else [None if part is None else part.to(beside.device) for part in made]
 
 
 def differing(live: Live, tree: Tree) -> list[str]:

@@ -32,6 +32,8 @@ _SLOT: Final = re.compile(r"[0-9a-f]{12}")
 _WORKSPACE: Final = re.compile(r"\.([0-9a-f]{12})\.weightvc-.*")
 CURRENT: Final = "current"
 """Name of the link to the slot in use."""
+TOLD: Final = ".told"
+"""Name of the file with the id of the version that was told last."""
 
 
 @dataclass(slots=True)
@@ -119,6 +121,25 @@ class Slots(Target):
         # However it is spelled: somebody may have turned it by hand.
         slot = Path(os.path.realpath(link))
         return slot if slot.parent == self.path and _SLOT.fullmatch(slot.name) else None
+
+    @property
+    def told(self) -> str | None:
+        """The id that tell() was last given, by any process."""
+        try:
+            return (self.path / TOLD).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def tell(self, ident: str) -> None:
+        """Remember that who has to know of version `ident` was told, over a kill and a power cut."""
+        new = self.path / f"{TOLD}.{os.getpid()}-{threading.get_ident()}"
+        with local_errors(self.path / TOLD):
+            with new.open("w") as file:
+                file.write(f"{ident}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(new, self.path / TOLD)
+            sync_directory(self.path)
 
     def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
         """Build the version's slot, from the one in use and patches.
@@ -256,8 +277,7 @@ class Tensors(Target):
     UNDO: Final = 4
     """Updates that can be taken back without fetching anything, at most,"""
     UNDO_SHARE: Final = 0.5
-    """and the share of the tensors' own bytes that they may take: where those lie, or in main memory if they changed
-    nearly everywhere."""
+    """and the share of the tensors' own bytes that they may take, in main memory."""
 
     def __init__(
         self,
@@ -312,6 +332,7 @@ class Tensors(Target):
         )
         place = {name: i for i, name in enumerate(names)}
         writes = sorted(writes, key=lambda write: place[write.name])
+        ready = live.Writes(writes)
         old_tree, start, since = self._tree, self._holds, self._writes
 
         def activate() -> None:
@@ -323,8 +344,7 @@ class Tensors(Target):
             self._live.check_place()
             self._holds, self._begun = None, activate
             self._writes += bool(writes)
-            for write in writes:
-                write.apply()
+            ready.apply()
             if old_tree is not None and writes:
                 self._undo.append((old_tree, [replace(write, new=None) for write in writes]))
                 self._forget_oldest()

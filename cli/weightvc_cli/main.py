@@ -12,7 +12,7 @@ import click
 from weightvc import __version__
 from weightvc.errors import AccessDenied, KeyNotFound, Refused, Unavailable, WeightvcError
 from weightvc_cli.output import as_json, shown
-from weightvc_cli.settings import Settings, repository_option
+from weightvc_cli.settings import Compiling, Settings, repository_option
 
 # Commands are imported when they are asked for: `weightvc --version` should not wait for `commit`.
 COMMANDS: Final = {
@@ -110,6 +110,7 @@ def main() -> NoReturn:
     gc.set_threshold(1_000_000)
     settings = Settings()
     warnings.showwarning = _warn(settings)
+    Compiling(settings).install()
     try:
         code = _run(settings)
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ import click
 
 from weightvc_cli.output import as_json, counted, size
 from weightvc_cli.rollout import noted
-from weightvc_cli.settings import Settings, json_option, progress, repository_option
+from weightvc_cli.settings import Settings, json_option, progress, store_options
 
 if TYPE_CHECKING:
     from weightvc.protocol.mirror import Mirrored
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--last", metavar="N", type=click.IntRange(1), help="Copy only the newest N versions; records of all.")
 @click.option("--every", metavar="SECONDS", type=float, help="Go on, and look at SRC every so many seconds.")
 @json_option
-@repository_option
+@store_options
 @click.pass_obj
 def mirror(settings: Settings, source: str, target: str, branch: str, last: int | None, every: float | None) -> None:
     """Copy what a branch needs from one repository to another.
@@ -38,6 +38,8 @@ def mirror(settings: Settings, source: str, target: str, branch: str, last: int 
     """
     from weightvc.mirroring import Mirror
 
+    if settings.repo is not None:
+        raise click.UsageError("SRC and DST say which repositories: leave -r out")
     with _opened(settings, source) as here, _opened(settings, target) as there:
         mirroring = Mirror(here, there, branch=branch, last=last)
         if every is None:

@@ -18,6 +18,9 @@ from weightvc_cli.settings import Settings, json_option, repository_option
 if TYPE_CHECKING:
     from weightvc.client import Update
     from weightvc.engines import Engine, Pause
+    from weightvc.objects.version import Version
+    from weightvc.repository import Repository
+    from weightvc.targets import Slots
 
 
 SECONDS: Final = ("resolve", "fetch", "decode", "verify", "apply", "stage", "activate", "age")
@@ -63,12 +66,11 @@ def follow(
     one is in use. Then the link DIR/current is turned to it, by one rename, and CMD is run with WEIGHTVC_PATH (the
     directory), WEIGHTVC_VERSION, WEIGHTVC_STEP and WEIGHTVC_RUN. The version before stays; older ones are removed. A
     revert or reset is followed too. An engine is moved before the link; its API key is WEIGHTVC_ENGINE_KEY. Where CMD
-    fails, that is said, and it is run again with the next update. An
-    update that fails because of the store, or because somebody else moved the link meanwhile, is tried again, at
-    growing intervals. Ends at SIGTERM or Ctrl-C, between two updates.
+    fails, that is said, and it is run again with the next update, or at the next start; so it is where follow was
+    killed before CMD had succeeded. An update that fails because of the store, or because somebody else moved the
+    link meanwhile, is tried again, at growing intervals. Ends at SIGTERM or Ctrl-C, between two updates.
     """
-    from weightvc.client import RETRIED, Client, waits
-    from weightvc.errors import AccessDenied
+    from weightvc.client import Client, moves
     from weightvc.targets import Slots
 
     engine = _engine(engine_url, mode, cache_keys) if engine_url is not None else None
@@ -77,36 +79,51 @@ def follow(
     try:
         with noted(settings), settings.open() as repository:
             slots = Slots(target)
+            client = Client(repository, into=slots)
             if (held := slots.holds) is not None:
                 # Nothing more may come for long, where that is the newest.
                 settings.note(f"{slots.path} holds version {held[:12]}; waiting for what comes after it")
-            client = Client(repository, into=slots)
+                if command and slots.told != held:
+                    version = _held(settings, repository, held, every, stop)
+                    if version is not None:
+                        settings.note(f"`{command}` has not succeeded for version {version.short}: it is run now")
+                        _run(settings, command, slots, version)
             also = engine.behind if engine is not None else None
-            following = client.follow(branch, every=every, max_lag=max_lag, stop=stop, also=also)
-            done = failures = 0
-            for update in following:
-                pause = None
-                try:
-                    if engine is not None:
-                        pause = engine.activate(update)
-                    else:
-                        update.activate()
-                except AccessDenied:
-                    raise
-                except RETRIED as error:
-                    # The link is as it was; the newest version is offered again.
-                    failures += 1
-                    what = f"the update to {update.version.short} is tried again (attempt {failures} failed)"
-                    settings.note(f"{error}; {what}")
-                    stop.wait(waits(every, failures))
-                    continue
-                done, failures = done + 1, 0
-                code = _run(settings, command, update) if command else None
+            move = engine.activate if engine is not None else _activate
+            following = moves(client, branch, move, every=every, max_lag=max_lag, stop=stop, also=also)
+            for done, (update, pause) in enumerate(following, 1):
+                code = _run(settings, command, slots, update.version) if command else None
                 _report(settings, update, code, pause)
                 if done == updates:
                     break
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _activate(update: "Update") -> None:
+    update.activate()
+
+
+def _held(
+    settings: Settings, repository: "Repository", held: str, every: float, stop: threading.Event
+) -> "Version | None":
+    """The version that the directory holds, once the store can be asked; None if it is of another repository."""
+    from weightvc.client import waits
+    from weightvc.errors import AccessDenied, NotFound, RefNotFound, StoreError
+
+    failures = 0
+    while not stop.is_set():
+        try:
+            return repository.resolve(held)
+        except RefNotFound:
+            return None
+        except AccessDenied:
+            raise
+        except (NotFound, StoreError) as error:
+            failures += 1
+            settings.note(f"{error}; asked again which version {held[:12]} is (attempt {failures} failed)")
+            stop.wait(waits(every, failures))
+    return None
 
 
 def _engine(named: str, mode: str, cache_keys: bool) -> "Engine":
@@ -147,10 +164,11 @@ class _Notes(logging.Handler):
         self._settings.note(record.getMessage())
 
 
-def _run(settings: Settings, command: str, update: "Update") -> int:
-    version = update.version
+def _run(settings: Settings, command: str, slots: "Slots", version: "Version") -> int:
+    from weightvc.errors import StoreError
+
     told = {
-        "WEIGHTVC_PATH": update.path or "",
+        "WEIGHTVC_PATH": str(slots.path / version.short),
         "WEIGHTVC_VERSION": version.id,
         "WEIGHTVC_STEP": "" if version.step is None else str(version.step),
         "WEIGHTVC_RUN": version.run or "",
@@ -159,6 +177,11 @@ def _run(settings: Settings, command: str, update: "Update") -> int:
     code = subprocess.run(command, shell=True, env={**os.environ, **told}, stdout=out, check=False).returncode
     if code:
         settings.note(f"`{command}` ended with status {code} at version {version.short}")
+        return code
+    try:
+        slots.tell(version.id)
+    except StoreError as error:
+        settings.note(f"{error}; `{command}` succeeded, and will be run again at the next start")
     return code
 
 

@@ -3,6 +3,7 @@
 Only here is the environment read; the library never does.
 """
 
+import logging
 import os
 import re
 import sys
@@ -215,6 +216,24 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
             sys.stderr.flush()
 
 
+class Compiling(logging.Handler):
+    """On a terminal, a note that code is compiled, which keeps a command from its work for some seconds."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def install(self) -> None:
+        """Have it listen."""
+        log = logging.getLogger("weightvc_kernels")
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr.isatty() and not self._settings.json:
+            self._settings.note(record.getMessage())
+
+
 def set_value(context: click.Context, parameter: click.Parameter, value: Any) -> None:
     """Keep an option's value in the settings, wherever on the line it stood."""
     if value is not None and value is not False:
@@ -223,8 +242,8 @@ def set_value(context: click.Context, parameter: click.Parameter, value: Any) ->
         setattr(context.find_root().obj, str(parameter.name), value)
 
 
-def repository_option(command: F) -> F:
-    """Add what says which repository and how it is reached: -r, the options of S3, --no-cache, --stats."""
+def store_options(command: F) -> F:
+    """Add what says how repositories are reached: the options of S3, those of the cache, --stats."""
     command = click.option(
         "--stats", is_flag=True, callback=set_value, expose_value=False, help="Print requests and bytes on stderr."
     )(command)
@@ -242,12 +261,16 @@ def repository_option(command: F) -> F:
         expose_value=False,
         help="Bytes that the cache may take (40G).",
     )(command)
-    command = click.option(
+    return click.option(
         "--no-cache", is_flag=True, callback=set_value, expose_value=False, help="Neither read nor write the cache."
     )(command)
+
+
+def repository_option(command: F) -> F:
+    """Add store_options(), and which repository: -r."""
     return click.option(
         "-r", "--repo", metavar="URL", callback=set_value, expose_value=False, help="Repository: a URL or a path."
-    )(command)
+    )(store_options(command))
 
 
 def json_option(command: F) -> F:

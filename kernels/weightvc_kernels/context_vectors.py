@@ -6,14 +6,38 @@ edit here, remove __pycache__, or it is tested with the code of before.
 
 # mypy: disable-error-code="no-untyped-call"
 
+import logging
 import warnings
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import njit, types
-from numba.core import cgutils, config
+from numba.core import cgutils, config, event
 from numba.extending import intrinsic
+
+_log = logging.getLogger("weightvc_kernels")
+
+
+class _Compiling(event.Listener):
+    """Says once, before it happens, that code is compiled: to whoever waits, it looks as if nothing did."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def on_start(self, started: Any) -> None:
+        if not self._said and started.data["dispatcher"].py_func.__module__.startswith("weightvc_kernels."):
+            self._said = True
+            _log.info(
+                "compiling code for this machine, once: some seconds, more where it is busy; "
+                "`python -m weightvc_kernels` does that ahead"
+            )
+
+    def on_end(self, ended: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _Compiling())
 
 
 def _has_avx512() -> bool:

@@ -8,6 +8,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Shell, command
 
 
@@ -70,6 +72,59 @@ def test_a_command_that_fails_is_told_and_changes_nothing(shell: Shell, history:
     assert shell.run("verify", "served/current", "main", "-r", ".weightvc").returncode == 0
 
 
+def test_a_command_that_did_not_succeed_for_what_is_held_is_run_at_the_start(
+    shell: Shell, history: dict[str, str]
+) -> None:
+    """Whether follow was killed in it, it failed, or there was none; and no more, once it has succeeded."""
+    follow = ("follow", "--into", "served", "--every", "0.05", "--on-update")
+    dies = "kill -9 $PPID; exit 1"
+    shell.run(*follow, dies, code=-9)
+    held = history["merge"]
+    assert os.readlink(shell.cwd / "served" / "current") == held[:12]
+    log = shell.cwd / "log"
+    writes = 'echo "$WEIGHTVC_STEP $WEIGHTVC_VERSION $WEIGHTVC_PATH" >> log'
+    for told, runs in ((dies, 0), ("exit 1", 0), (writes, 1), (writes, 1), (dies, 1)):
+        running = start(shell, *follow[1:], told)
+        try:
+            assert f"holds version {held[:12]}" in first_said(running)
+            if not runs or not log.exists():
+                assert "has not succeeded" in first_said(running)
+            if told == writes:
+                wait_until(log, held)
+            elif not runs and told != dies:
+                assert "ended with status 1" in first_said(running)
+            if told == dies and not runs:
+                running.wait(60)
+        finally:
+            running.send_signal(signal.SIGTERM)
+            running.communicate(timeout=60)
+        slot = shell.cwd / "served" / held[:12]
+        assert (log.read_text() if log.exists() else "") == f"3 {held} {slot}\n" * runs
+        assert running.returncode == (-9 if told == dies and not runs else 0)
+    # And for what comes then, once.
+    new = shell.commit(5)
+    shell.run(*follow, writes, "--updates", "1")
+    assert [line.split()[1] for line in log.read_text().splitlines()] == [held, new]
+
+
+def test_what_a_command_was_not_told_of_waits_for_a_store_that_is_away(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("follow", "--into", "served", "--updates", "1")
+    root, away = shell.cwd / ".weightvc" / "root", shell.cwd / ".weightvc" / "root.away"
+    root.rename(away)
+    root.mkdir()
+    running = start(shell, "--into", "served", "--every", "0.05", "--on-update", 'echo "$WEIGHTVC_VERSION" >> log')
+    try:
+        assert "holds version" in first_said(running)
+        assert "(attempt 1 failed)" in first_said(running)
+        root.rmdir()
+        away.rename(root)
+        wait_until(shell.cwd / "log", history["merge"])
+    finally:
+        running.send_signal(signal.SIGTERM)
+        running.communicate(timeout=60)
+    assert running.returncode == 0
+
+
 def test_what_is_waited_for_is_said_and_a_command_does_not_write_into_json(
     shell: Shell, history: dict[str, str]
 ) -> None:
@@ -119,6 +174,14 @@ def test_a_branch_that_is_not_there_is_said_to_be_waited_for(shell: Shell, histo
         running.send_signal(signal.SIGTERM)
         running.communicate(timeout=60)
     assert running.returncode == 0
+
+
+@pytest.mark.parametrize("ref", ["main~1", "main@{1}", "main@{step=1}", "v1", "exp1", "nosuch~1", "a..b"])
+def test_what_is_no_branch_is_refused_at_once(shell: Shell, history: dict[str, str], ref: str) -> None:
+    for named in (history[ref], history[ref][:8]) if ref in history else (ref,):
+        said = shell.fails(8, "follow", named, "--into", "served")
+        assert "only a branch can be followed" in said
+        assert not (shell.cwd / "served").exists()
 
 
 def test_a_directory_that_is_somebodys_is_refused_and_stays_as_it_is(shell: Shell, history: dict[str, str]) -> None:

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 
+import pytest
+
 from tests.cli.conftest import Shell, command
 from tests.kit.servers import Place
 
@@ -28,6 +30,25 @@ def test_mirrors_and_says_what_it_did(shell: Shell, history: dict[str, str]) -> 
     shell.run("reset", "main", "main~1", "--rewind")
     assert "(rewound)" in shell.out("mirror", ".weightvc", "near")
     assert "mirrored from" in shell.out("reflog", "-r", "near")
+
+
+def test_which_repositories_is_said_by_src_and_dst_alone(shell: Shell, history: dict[str, str]) -> None:
+    shell.run("init", "near")
+    assert "--repo" not in shell.out("mirror", "--help")
+    assert "--endpoint-url" in shell.out("mirror", "--help")
+    assert "leave -r out" in shell.fails(2, "-r", "near", "mirror", ".weightvc", "near")
+    assert "-r" in shell.fails(2, "mirror", ".weightvc", "near", "-r", "near")
+    assert shell.json("branch", "-r", "near") == []
+
+
+@pytest.mark.parametrize("every", [(), ("--every", "0.05")])
+@pytest.mark.parametrize("ref", ["main~1", "v1", "exp1"])
+def test_what_is_no_branch_is_refused_at_once(
+    shell: Shell, history: dict[str, str], ref: str, every: tuple[str, ...]
+) -> None:
+    shell.run("init", "near")
+    said = shell.fails(8, "mirror", ".weightvc", "near", "-b", history.get(ref, ref)[:8], *every)
+    assert "branch" in said
 
 
 def test_a_mirror_with_commits_of_its_own_is_refused(shell: Shell, history: dict[str, str]) -> None:

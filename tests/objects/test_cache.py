@@ -1,6 +1,7 @@
 """The cache: names never lead out of it, nothing waits, and it stays as small as it was told."""
 
 import os
+import re
 import secrets
 import signal
 import threading
@@ -17,7 +18,7 @@ import weightvc
 from tests.kit import faults
 from tests.kit.forge import Forge
 from weightvc import claims
-from weightvc.cache import Cache
+from weightvc.cache import OBJECTS, Cache
 from weightvc.errors import Corrupt
 from weightvc.objects import frame
 from weightvc.objects.schema import Schema
@@ -194,11 +195,30 @@ def test_a_limit_is_told_when_a_repository_is_opened(tmp_path: Path) -> None:
             weightvc.open(tmp_path / "repository", lazy=True, cache=tmp_path / "cache", cache_limit=bad)
     weights = {"w": numpy.frombuffer(os.urandom(1 << 20), numpy.uint8)}
     writer = weightvc.init(tmp_path / "repository", cache=tmp_path / "cache", cache_limit=1 << 20)
+    with pytest.warns(weightvc.WeightvcWarning, match="keeps no weights"):
+        writer.commit(weights)
     for step in range(3):
         writer.commit({"w": weights["w"] + numpy.uint8(step)})
         assert numpy.array_equal(writer.load(framework="numpy")["w"], weights["w"] + numpy.uint8(step))
     size = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
     assert size <= 1 << 20
+
+
+def test_a_limit_that_no_version_fits_in_is_said_once(tmp_path: Path) -> None:
+    """With what has to be given instead; that is then enough, and one byte less is not."""
+    cache = Cache(tmp_path, limit=1 << 20)
+    with pytest.warns(weightvc.WeightvcWarning) as said:
+        assert [cache.write_tree(schema_of(nbytes)) for nbytes in (1 << 20, 1 << 21)] == [None, None]
+    (text,) = (str(one.message) for one in said)
+    assert str(tmp_path) in text
+    assert f"has {1 << 20} bytes" in text
+    assert f"its limit of {1 << 20} leaves {3 << 18}" in text
+    for nbytes in (*range(1, 30), 1 << 20, 3 * OBJECTS - 1, 3 * OBJECTS, 3 * OBJECTS + 1, 1 << 40):
+        with pytest.warns(weightvc.WeightvcWarning) as said:
+            assert Cache(tmp_path, limit=1).write_tree(schema_of(2 + nbytes)) is None
+        need = int(re.findall(r"has to be (\d+) or more", str(said[0].message))[0])
+        assert Cache(tmp_path, limit=need)._bounds()[1] >= 2 + nbytes
+        assert Cache(tmp_path, limit=need - 1)._bounds()[1] < 2 + nbytes
 
 
 def test_one_of_many_fetches(cache: Cache) -> None:

@@ -11,11 +11,13 @@ The source is only read. What its collector takes meanwhile is looked for in its
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 from weightvc.errors import (
     AccessDenied,
+    BadName,
     BranchMoved,
     Conflict,
     Expired,
@@ -188,6 +190,11 @@ class _Attempt:
         self.branch = here.root.default if named in ("HEAD", "@") else check_name(named)
         head = here.root.branches.get(self.branch)
         if head is None:
+            with suppress(RefNotFound):
+                self._from.resolve(self.branch)
+                raise BadName(
+                    f"only a branch can be mirrored: {self.branch!r} is a tag or an id in {self._source.store.url}"
+                )
             raise RefNotFound(
                 f"{self._source.store.url} has no branch {self.branch!r}, or no version on it yet: nothing is "
                 "mirrored"
