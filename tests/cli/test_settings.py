@@ -1,8 +1,10 @@
 """What a command imports, and how a progress bar draws itself."""
 
 import io
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -56,6 +58,49 @@ def test_a_bar_waits_a_second_and_clears_its_line(monkeypatch: pytest.MonkeyPatc
         bar(60, 100)
         assert terminal.getvalue() == before
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+COMPILES = """
+import sys
+import numpy
+import weightvc_cli.main
+from weightvc_kernels import context_kernels, hashes, pieces
+
+def run(settings):
+    settings.json = "--json" in sys.argv
+    pieces.gather(*numpy.zeros((2, hashes.MANY), numpy.int64))
+
+weightvc_cli.main._run = run
+weightvc_cli.main.main()
+"""
+"""A command that has to compile the smallest of the kernels, and else does nothing."""
+
+
+def _said(shell: Shell, kept: Path, *args: str, terminal: bool = True) -> str:
+    """What a command that compiles writes to stderr, where `kept` has what was compiled."""
+    ours, theirs = os.openpty() if terminal else os.pipe()
+    with open(ours, "rb", buffering=0) as end:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", COMPILES, *args],
+                env=shell.env | {"NUMBA_CACHE_DIR": str(kept)},
+                stderr=theirs,
+                check=False,
+            )
+            os.write(theirs, b".")  # so that there is something to read
+            assert done.returncode == 0
+            return end.read(1 << 16).decode().removesuffix(".")
+        finally:
+            os.close(theirs)
+
+
+def test_that_code_is_compiled_is_said_once_on_a_terminal(shell: Shell, tmp_path: Path) -> None:
+    said = _said(shell, tmp_path / "kept")
+    assert said.count("compiling code for this machine") == 1
+    assert "`python -m weightvc_kernels`" in said
+    assert _said(shell, tmp_path / "kept") == ""
+    assert _said(shell, tmp_path / "others", "--json") == ""
+    assert _said(shell, tmp_path / "piped", terminal=False) == ""
 
 
 def test_numbers_are_short() -> None:

@@ -114,6 +114,30 @@ def test_watch_goes_on_after_a_failure_and_tells_what_ended_it(again: Made) -> N
         watch.stop()
 
 
+def test_watch_ends_where_it_has_no_rights(again: Made) -> None:
+    commit(again(), 0)
+
+    def deny(update: weightvc.Update) -> None:
+        raise weightvc.AccessDenied("no")
+
+    watch = weightvc.Client(again(), into={"w": np.zeros(5000, np.float32)}).watch("main", deny, every=0.01)
+    watch._thread.join(30)
+    with pytest.raises(weightvc.AccessDenied):
+        watch.stop()
+
+
+def test_only_a_branch_is_followed(again: Made) -> None:
+    writer = again()
+    version = commit(writer, 0)
+    writer.tag("v1", "main")
+    client = weightvc.Client(again(), into={"w": np.zeros(5000, np.float32)})
+    for ref in ("v1", version.id, version.short, "main~0", "main@{step=0}"):
+        with pytest.raises(weightvc.BadName, match="only a branch can be followed"):
+            next(client.follow(ref, every=0.01))
+    for ref in ("main", "HEAD", "@"):
+        assert next(client.follow(ref, every=0.01)).version == version
+
+
 def test_a_directory_is_replaced_as_a_whole(again: Made, tmp_path: Path) -> None:
     writer = again()
     versions = [commit(writer, step) for step in range(3)]
@@ -225,6 +249,7 @@ def test_bad_arguments(again: Made, tmp_path: Path) -> None:
         lambda: next(client.follow(max_lag=0)),
         lambda: next(client.follow(max_lag=None)),  # type: ignore[arg-type]
         lambda: next(client.follow(None)),  # type: ignore[arg-type]
+        lambda: next(client.follow("main~1")),
         lambda: client.wait_for("main", timeout="soon"),  # type: ignore[arg-type]
         lambda: weightvc.Client(again(), into=tmp_path, names={}),
         lambda: weightvc.Client(again(), into=3),
