@@ -7,8 +7,8 @@
 
 An actor is a thread of its own that holds a baton while it runs, so that only one ever does. It stands for a process:
 its repository object, and its thread pools, whose tasks run at once where they are submitted. Names are random by a
-counter for each actor, and so the same in every order. Time stands still but for the ticks of a clock, which come
-between any two operations.
+counter for each actor, and so the same in every order. Time stands still but for the ticks of the store's clock,
+which come between any two operations.
 
 After every swap and every deletion it is looked whether all that the root names is there, and at the end of an order
 whether every version reads, bit by bit. A failure has the whole order of operations in its message.
@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Final
 
 import weightvc
@@ -130,8 +131,8 @@ class World:
         if (old := self.objects.pop(name, None)) is not None:
             self.state ^= _hash(name, old)
 
-    def tick(self) -> None:
-        self.now += GRACE
+    def tick(self, seconds: float = GRACE) -> None:
+        self.now += seconds
 
 
 def _hash(name: str, value: tuple[bytes, str, float]) -> int:
@@ -291,8 +292,10 @@ class Scenario:
     name: str
     setup: Callable[[Repository, World], None]
     actors: Mapping[str, Body]
-    ticks: int = 0
-    """How often more than a grace period passes, at any moment."""
+    ticks: tuple[float, ...] = ()
+    """Seconds that the store's clock moves by at any moment, one after the other: it may go wrong, too, and back."""
+    skews: Mapping[str, float] = field(default_factory=dict)
+    """By how many seconds the clock of an actor's host is wrong."""
     weights: Callable[[str], Weights] | None = None
     """What a version holds, by its message."""
 
@@ -310,7 +313,7 @@ class Run:
     def __init__(self, scenario: Scenario, start: World, pick: Pick) -> None:
         self.world = World(start.objects, start.now)
         self.scenario = scenario
-        self.ticks = scenario.ticks
+        self.ticks = [*scenario.ticks]
         self.late: list[tuple[Operation, Callable[[], Any]]] = []
         self.faults = 0
         self.trace: list[str] = []
@@ -328,7 +331,8 @@ class Run:
             "dead" if one.killed else "done" if one.done and not _version(one) else one.history
             for one in self.actors.values()
         )
-        return self.world.state, self.ticks, self.faults, told, tuple(operation for operation, _ in self.late)
+        late = tuple(operation for operation, _ in self.late)
+        return self.world.state, len(self.ticks), self.faults, told, late
 
     def execute(self) -> None:
         """Run it, until all actors are done or it is of no further use. Raises nothing; see `failure`."""
@@ -394,9 +398,9 @@ class Run:
             if choice is None:
                 self._over.release()
             elif choice[0] == "clock":
-                self.world.tick()
-                self.ticks -= 1
-                self.trace.append("clock: a grace period passes")
+                seconds = self.ticks.pop(0)
+                self.world.tick(seconds)
+                self.trace.append(f"clock: {seconds:+.0f} seconds")
                 continue
             elif choice[0].startswith("late "):
                 operation, call = self.late.pop(int(choice[0][5:]))
@@ -736,6 +740,12 @@ def _token(nbytes: int = 16) -> str:
     return hashlib.blake2b(said.encode(), digest_size=nbytes).hexdigest()
 
 
+def _host_time() -> float:
+    """What the clock of the acting host says."""
+    actor = _current.get(threading.current_thread())
+    return NOON + (0.0 if actor is None else actor.run.scenario.skews.get(actor.name, 0.0))
+
+
 def _holder_enter(self: pins.Holder) -> pins.Holder:
     if self._since is None and self._after is None:
         self.take()
@@ -759,7 +769,8 @@ def scheduled() -> Iterator[None]:
             if name.startswith("weightvc.protocol") and hasattr(module, "ThreadPoolExecutor"):
                 put(module, "ThreadPoolExecutor", Inline)
         put(secrets, "token_hex", _token)
-        put(time, "time_ns", lambda: int(NOON * 1e9))
+        put(time, "time_ns", lambda: int(_host_time() * 1e9))
+        put(collect, "time", SimpleNamespace(time=_host_time))
         put(swap, "_pause", lambda attempt: None)
         # What a patch is coded with is nobody's concern here, and a run without a grace period is a listing, a list,
         # a second listing and the deletes.

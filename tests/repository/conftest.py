@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import weightvc
+from tests.kit.garbage import Clock
 from weightvc.repository import Repository
 
 
@@ -45,3 +46,9 @@ def again(place: tuple[str, dict[str, Any]]) -> Iterator[Callable[..., Repositor
 def repository(memory_url: str) -> Repository:
     """An empty repository in memory, without a cache."""
     return weightvc.init(memory_url, cache=None, author="test")
+
+
+@pytest.fixture
+def clock(repository: Repository) -> Clock:
+    """The clock of the store of `repository`, which stands still until it is moved."""
+    return Clock(repository)

@@ -7,22 +7,14 @@ from pathlib import Path
 import pytest
 
 import weightvc
+from tests.kit.garbage import names, orphan
 from tests.kit.weights import Bits, held, lying, tiny_format
 from tests.repository.test_fsck import fresh, listed, spoil, weights
 from weightvc.errors import Corrupt, Expired
-from weightvc.objects import key
+from weightvc.objects import key, version
 from weightvc.objects.retention import Policy, Rules
 
 pytestmark = pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
-
-
-def names(repository: weightvc.Repository) -> set[str]:
-    return {one.key for one in repository.store.list()}
-
-
-def orphan(repository: weightvc.Repository) -> str:
-    """What a writer that was killed long ago leaves."""
-    return repository._shelf.put(key.Transaction(1), "pack", b"", keep=False)
 
 
 def test_two_of_ten_are_kept(again, tmp_path):
@@ -51,7 +43,7 @@ def test_damage_stops_collection_and_what_needs_it(place, again):
         repository = again()
         ids = [repository.commit(Bits(weights(i)), step=i).id for i in range(9)]
         repository.tag("v1", ids[8])
-        orphan(repository)
+        orphan(repository, 1)
         root = repository.refresh()
         before = names(repository)
         for name in (root.tags, root.segments[0].key, key.ROOT):
@@ -111,6 +103,37 @@ def test_an_old_object_that_was_let_go_of_just_now(place, again, tmp_path):
         time.sleep(0.2)
     assert gone == 2
     assert held(again()) == weights(0)
+
+
+@pytest.mark.parametrize("hours", [-7, 7])
+def test_hosts_whose_clocks_are_hours_off(again, monkeypatch, hours):
+    """A writer's clock, and the collector's: garbage is as old as the store says, and nothing goes too early."""
+    hour, real, real_ns = 3600, time.time, time.time_ns
+    writer, keeper = again(), again()
+    writer.commit(Bits(weights(0)), base=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(version, "make", _later(version.make, hours * hour * 10**6))
+        writer.commit(Bits(weights(1)), base=True)
+    writer.commit(Bits(weights(2)), base=True)
+    left = orphan(writer, 1)
+    before = names(writer)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: real() - hours * hour)
+        if Path(writer.url).is_dir():  # requests to S3 are signed with the time, and refused if that is far off
+            patched.setattr(time, "time_ns", lambda: real_ns() - hours * hour * 10**9)
+        for _ in range(2):
+            done = keeper.gc(grace=hour, force=True)
+            assert (done.condemned.objects.total(), done.deleted.objects.total()) == (0, 0)
+        assert before <= names(writer)
+        result = keeper.expire(Policy({"*": Rules(within=hour)}, hour))
+        assert [one.state for one in result.decisions] == ["kept"] * 3
+        assert keeper.gc(grace=0, force=True).deleted.objects["pack"] == 1
+    assert left not in names(writer)
+    assert [held(again(), f"main~{i}") for i in range(3)] == [weights(i) for i in (2, 1, 0)]
+
+
+def _later(make, micros):
+    return lambda **more: make(**more | {"now": time.time_ns() // 1000 + micros})
 
 
 def test_a_pack_is_cut_to_nothing_and_the_same_weights_are_committed_again(place, again, tmp_path):

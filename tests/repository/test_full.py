@@ -8,19 +8,14 @@ import pytest
 
 import weightvc
 from tests.kit.faults import Full
-from tests.kit.weights import Bits, flipped, held, tensor, tiny_format
+from tests.kit.garbage import names, step
+from tests.kit.weights import Bits, held, tiny_format
 from weightvc.errors import Unavailable
 from weightvc.objects import key
 from weightvc.objects.retention import Rules
 from weightvc.protocol import collect, swap
 from weightvc.protocol.shelf import Shelf
 from weightvc.repository import Repository
-
-START = {("", "w"): tensor("BF16", (400,), 0)}
-
-
-def step(number: int):
-    return {("", "w"): flipped(START["", "w"], 0.2, number)}
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +41,6 @@ def condemn(repository: Repository) -> set[str]:
     shelf = Shelf(repository.store, None)
     marked, _ = collect.condemn(shelf, collect.look(shelf.store), swap.must_read(shelf.store), grace=0)
     return set(marked.dead)
-
-
-def names(repository: Repository) -> set[str]:
-    return {one.key for one in repository.store.list()}
 
 
 def test_what_an_earlier_run_condemned_makes_room_for_the_next(again):
