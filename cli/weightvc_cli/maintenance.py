@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,6 +24,7 @@ FAILED = 9
 """Exit status where single objects could not be deleted."""
 
 
+_C = TypeVar("_C", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
 
 
@@ -170,27 +171,55 @@ def expiry_json(result: "Expiry") -> dict[str, Any]:
     }
 
 
+def _metrics_options(command: _C) -> _C:
+    """The files that numbers of each run go into."""
+    file = click.Path(dir_okay=False)
+    prometheus = click.option("--prometheus", type=file, metavar="FILE", help="Write metrics for Prometheus.")
+    return click.option("--metrics", type=file, metavar="FILE", help="Append a line of JSON a run.")(
+        prometheus(command)
+    )
+
+
 @click.command()
 @click.option(
     "--grace", type=Duration(), default="1h", metavar="TIME", help="How long what is dead is left: 90s, 10m, 1h (1h)."
 )
 @click.option("--every", type=Duration(), metavar="TIME", help="Go on for ever, a run each TIME.")
 @click.option("-n", "--dry-run", is_flag=True, help="Only say what a run would do.")
+@_metrics_options
 @click.option("--force", is_flag=True, help="Also where it looks like a mistake.")
 @json_option
 @repository_option
 @click.pass_obj
-def gc(settings: Settings, grace: int, every: int | None, dry_run: bool, force: bool) -> int:
+def gc(
+    settings: Settings,
+    grace: int,
+    every: int | None,
+    dry_run: bool,
+    metrics: str | None,
+    prometheus: str | None,
+    force: bool,
+) -> int:
     """Free the space of what nothing refers to.
 
     Two runs are needed, a grace period apart: one condemns, the other deletes. With --grace 0s one run does all of
     it, for repositories that nobody uses meanwhile.
     """
 
+    from weightvc.retention import Maintenance
+
+    if dry_run and (metrics is not None or prometheus is not None):
+        raise click.UsageError("a dry run has no metrics: leave out --metrics and --prometheus")
+    _check_places(metrics, prometheus)
+
     def once() -> int:
         with settings.open() as repository:
+            began = time.monotonic()
             result = repository.gc(grace=grace, force=force, dry_run=dry_run)
-            return report_collection(settings, result, dry_run=dry_run)
+            done = Maintenance(collection=result, seconds={"gc": time.monotonic() - began})
+            code = report_collection(settings, result, dry_run=dry_run)
+            _write_metrics(repository.url, done, metrics, prometheus)
+            return code
 
     return once() if every is None else _for_ever(settings, every, once)
 
@@ -270,8 +299,7 @@ def collection_json(result: "Collection") -> dict[str, Any]:
 @click.option("--grace", type=Duration(), default="1h", metavar="TIME", help="As for gc (1h).")
 @click.option("--every", type=Duration(), metavar="TIME", help="Go on for ever, a run each TIME.")
 @click.option("--no-compact", is_flag=True, help="Leave compaction out.")
-@click.option("--metrics", type=click.Path(dir_okay=False), metavar="FILE", help="Append a line of JSON a run.")
-@click.option("--prometheus", type=click.Path(dir_okay=False), metavar="FILE", help="Write metrics for Prometheus.")
+@_metrics_options
 @click.option("--force", is_flag=True, help="Also where it looks like a mistake.")
 @json_option
 @repository_option
@@ -289,13 +317,7 @@ def maintain(
 
     Expire by the policy that it keeps, compact, collect garbage, and keep a copy of the root: one job to schedule.
     """
-
-    if metrics is not None and not os.path.exists(metrics):
-        _check_writable(metrics, os.path.dirname(metrics) or ".")
-    elif metrics is not None:
-        _check_writable(metrics, metrics)
-    if prometheus is not None:  # another file is put in its place
-        _check_writable(prometheus, os.path.dirname(prometheus) or ".")
+    _check_places(metrics, prometheus)
 
     def once() -> int:
         with settings.open() as repository:
@@ -305,6 +327,14 @@ def maintain(
             return code
 
     return once() if every is None else _for_ever(settings, every, once)
+
+
+def _check_places(metrics: str | None, prometheus: str | None) -> None:
+    """Raise Refused or AccessDenied, before anything is done, where metrics could not be written."""
+    if metrics is not None:
+        _check_writable(metrics, metrics if os.path.exists(metrics) else os.path.dirname(metrics) or ".")
+    if prometheus is not None:  # another file is put in its place
+        _check_writable(prometheus, os.path.dirname(prometheus) or ".")
 
 
 def _check_writable(path: str, where: str) -> None:

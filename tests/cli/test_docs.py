@@ -1,5 +1,7 @@
-"""docs/cli.md against the command line itself."""
+"""docs/cli.md against the command line itself, and docs/operations.md against what is said."""
 
+import ast
+import re
 from pathlib import Path
 
 import click
@@ -29,3 +31,71 @@ def test_every_exit_status_is_described() -> None:
     }
     for code in codes | {0, 2, 130, 141}:
         assert f"\n| {code} | " in DOCS
+
+
+# docs/operations.md: what each message means
+
+MAINTENANCE = ("protocol/collect", "protocol/expire", "protocol/orphans", "protocol/pins", "protocol/clock")
+MAINTENANCE += ("protocol/repair", "protocol/rebuild", "protocol/swap", "retention")
+ELSEWHERE = ["No space left on device"]
+"""What the system says."""
+PLAIN = (
+    "seconds, 0 at least",
+    "lives from 1 to",
+    "there is no policy to save",
+    "open it",
+    "run `weightvc init` again",
+)
+"""What is in messages that say all there is to say."""
+
+
+def texts(tree: ast.AST) -> list[str]:
+    """Each text of a module, with … for what is filled in."""
+    out = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            out.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            out.append("".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in node.values))
+    return out
+
+
+def messages(tree: ast.AST) -> list[str]:
+    """The texts of the errors that a module raises."""
+    raised = [
+        node.args[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name) and node.func.id in KINDS
+    ]
+    return [texts(one)[0] for one in raised if texts(one)]
+
+
+KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+
+
+def rows() -> list[list[str]]:
+    """Each message of the table, as the pieces that stand in it word for word."""
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    table = text.partition("\n## Messages\n")[2].partition("\n## ")[0]
+    said = [one for line in table.splitlines() for one in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    assert len(said) > 20
+    return [
+        [piece.strip() for piece in re.split(r"…|\bKEY\b|\bn\b|pin/|AccessDenied:", one) if piece.strip()]
+        for one in said
+    ]
+
+
+def test_each_message_of_the_table_is_one_that_is_said() -> None:
+    folder = Path(errors.__file__).parent
+    known = [said for path in folder.rglob("*.py") for said in texts(ast.parse(path.read_text()))] + ELSEWHERE
+    for pieces in rows():
+        assert any(all(piece in said for piece in pieces) for said in known), pieces
+
+
+@pytest.mark.parametrize("module", MAINTENANCE)
+def test_each_message_of_maintenance_is_in_the_table(module: str) -> None:
+    table = rows()
+    found = messages(ast.parse((Path(errors.__file__).parent / f"{module}.py").read_text()))
+    assert found
+    for said in found:
+        assert any(one in said for one in PLAIN) or any(all(piece in said for piece in row) for row in table), said

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.cli.conftest import Shell, command
 from tests.kit.servers import Place
+from tests.kit.stub import Status, Stub
 
 
 def fill(shell: Shell, count: int) -> list[str]:
@@ -123,6 +124,42 @@ def test_gc_over_and_over(shell: Shell) -> None:
         assert "never pause" in shell.fails(8, service, "--every", "0s")
 
 
+def test_gc_goes_on_when_the_store_is_there_again(shell: Shell, stub: Stub, tmp_path: Path) -> None:
+    place, lines, prometheus = stub.place(), tmp_path / "metrics.jsonl", tmp_path / "weightvc.prom"
+    shell.env |= on_s3(place)
+    shell.run("init")
+    shell.commit(0)
+    stub.fault(Status(403), operation="ListObjectsV2", times=2)
+    child = subprocess.Popen(
+        [*command(), "gc", "--every", "1s", "--json", "--metrics", lines, "--prometheus", prometheus],
+        cwd=shell.cwd, env=shell.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stderr is not None
+    run, _ = (json.loads(child.stdout.readline()) for _ in range(2))  # by then the metrics of the first are written
+    child.send_signal(signal.SIGINT)
+    notes = child.stderr.read().splitlines()
+    child.wait(30)
+    assert [json.loads(line)["note"].endswith("; the next run goes on") for line in notes[:2]] == [True, True]
+    # Of each run that came to its end.
+    found = json.loads(lines.read_text().splitlines()[0])
+    assert found["objects/live"] == run["live"]["objects"] > 0
+    assert found["seconds/gc"] > 0
+    assert f'what="live"}} {run["live"]["objects"]}\n' in prometheus.read_text()
+    assert "dry run has no metrics" in shell.fails(2, "gc", "--dry-run", "--metrics", lines)
+
+
+def on_s3(place: Place) -> dict[str, str]:
+    """The environment of a command on an S3 server."""
+    return {
+        "WEIGHTVC_REPO": place.url,
+        "AWS_ACCESS_KEY_ID": str(place.options["access_key"]),
+        "AWS_SECRET_ACCESS_KEY": str(place.options["secret_key"]),
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": str(place.options["endpoint_url"]),
+    }
+
+
 def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
     ids = fill(shell, 4)
     shell.run("expire", "--keep-last", "9", "--save")
@@ -158,9 +195,9 @@ def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
 def test_a_place_for_metrics_that_cannot_be_written_is_found_before_the_run(shell: Shell, tmp_path: Path) -> None:
     fill(shell, 1)
     before = names(shell)
-    for option in ("--metrics", "--prometheus"):
+    for job, option in itertools.product(("gc", "maintain"), ("--metrics", "--prometheus")):
         path = tmp_path / "nowhere" / "m"
-        said = shell.fails(8, "maintain", option, path)
+        said = shell.fails(8, job, option, path)
         assert said.startswith(f"{path} cannot be written")
         assert "no directory" in said
         assert names(shell) == before
@@ -193,13 +230,7 @@ def test_a_deleted_branch_is_restored(shell: Shell, history: dict[str, str]) -> 
 
 
 def test_on_real_s3(shell: Shell, s3_place: Place) -> None:
-    shell.env |= {
-        "WEIGHTVC_REPO": s3_place.url,
-        "AWS_ACCESS_KEY_ID": str(s3_place.options["access_key"]),
-        "AWS_SECRET_ACCESS_KEY": str(s3_place.options["secret_key"]),
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": str(s3_place.options["endpoint_url"]),
-    }
+    shell.env |= on_s3(s3_place)
     shell.run("init")
     for i in range(3):
         shell.commit(i, "--base")
