@@ -22,6 +22,8 @@ from weightvc.sources import memory
 
 DENSE: Final = 8
 """One changed lane in so many, and the chunk is copied whole."""
+SAMPLE: Final = 4096
+"""Lanes at a chunk's beginning that may tell so."""
 
 
 Where = tuple[str, int | None]
@@ -57,8 +59,9 @@ class Region:
 
 @dataclass(slots=True)
 class Write:
-    """New lanes of a chunk: `lanes[at] = new`, all of them if `at` is None. `old` is what they were. `new` is None in
-    what is kept only to be taken back. `lanes` are the target's, numpy or torch; the others numpy, in main memory."""
+    """New lanes of a chunk: `lanes[at] = new`, all of them if `at` is None. `old` is what they were, if kept. `new`
+    is None in what is kept only to be taken back. `lanes` are the target's, numpy or torch; the others numpy, in main
+    memory."""
 
     name: str
     tensor: int
@@ -397,7 +400,11 @@ def _writes(verified: Verified, live: Live, held: Tree | None, what: str) -> lis
     window = 2 * parallel.workers() + 2
     with ThreadPoolExecutor(parallel.workers(), "weightvc-stage") as pool:
         for found in parallel.ordered(
-            pool, lambda run: _of_block(verified, regions, same, run), verified.runs(wanted), window
+            pool,
+            # Only from a version that is known there is a way back to it.
+            lambda run: _of_block(verified, regions, same, run, keep=held is not None),
+            verified.runs(wanted),
+            window,
         ):
             writes += found
     return writes
@@ -413,13 +420,18 @@ def _common(tree: Tree, held: Tree | None) -> Callable[[int], bool]:
 
 
 def _of_block(
-    verified: Verified, regions: Sequence[Region | None], same: Callable[[int], bool], block: tuple[int, int]
+    verified: Verified,
+    regions: Sequence[Region | None],
+    same: Callable[[int], bool],
+    block: tuple[int, int],
+    *,
+    keep: bool,
 ) -> list[Write]:
     low, high = block
     schema = verified.tree.schema
     data = memoryview(verified.read(low, high))
     with verified.meter.part("decode"):
-        return _differing_lanes(schema, regions, same, low, high, data)
+        return _differing_lanes(schema, regions, same, low, high, data, keep=keep)
 
 
 def _differing_lanes(
@@ -429,7 +441,10 @@ def _differing_lanes(
     low: int,
     high: int,
     data: memoryview,
+    *,
+    keep: bool,
 ) -> list[Write]:
+    """The writes of chunks [low, high), whose bytes are `data`; with what they overwrite, if that is to be kept."""
     import numpy
 
     import weightvc_kernels as kernels
@@ -446,14 +461,25 @@ def _differing_lanes(
         lane = dtypes.lane(info.dtype)
         new = numpy.frombuffer(piece, f"<i{lane}" if lane > 1 else "u1")
         old = numpy.frombuffer(region.read(start, stop), new.dtype)
-        where = kernels.diff_lanes(old, new, lane)
-        if not where.size:
-            continue
+        lanes = region.lanes(start, stop, lane)
+        where = None if _dense(old[:SAMPLE], new[:SAMPLE]) else kernels.diff_lanes(old, new, lane)
+        parts: tuple[Any, Any, Any]
         # What changes nearly everywhere is sent to a device only when it is written: it takes as much as the tensors.
-        dense = where.size * DENSE >= new.size
-        parts = (None, new.copy(), old.copy()) if dense else (where, new[where], old[where])
-        writes.append(Write(info.name, tensor, start, region.lanes(start, stop, lane), *parts))
+        if where is None or where.size * DENSE >= new.size:
+            # What was read over nothing that is held lies in no live memory, and may be kept as it is.
+            whole = new.copy() if keep or not new.flags.writeable or new.nbytes < len(data) else new
+            parts = (None, whole, old.copy() if keep else None)
+        elif where.size:
+            parts = (where, new[where], old[where] if keep else None)
+        else:
+            continue
+        writes.append(Write(info.name, tensor, start, lanes, *parts))
     return writes
+
+
+def _dense(old: Any, new: Any) -> bool:
+    """Whether so many of some lanes differ that a chunk which begins with them is better copied whole."""
+    return bool((old != new).sum() * DENSE >= new.size)
 
 
 def differing(live: Live, tree: Tree) -> list[str]:

@@ -72,8 +72,10 @@ def decode_whole(codec: int, payload: Buffer, nbytes: int, lane: int) -> Bytes:
 
 
 def decode_whole_into(codec: int, payload: Buffer, target: Buffer, lane: int) -> None:
-    """The same into `target`, whatever that holds. Raises CodecError as decode_whole does, also for a target that
-    cannot be written to; it may then hold anything."""
+    """The same into `target`, whatever that holds.
+
+    Raises CodecError as decode_whole does, or for a target that cannot be written to; it may then hold anything.
+    """
     out = _block(target, lane)
     if not out.flags.writeable:
         raise CodecError("target is read-only: pass a writable buffer, or use decode_whole")

@@ -141,6 +141,8 @@ def test_object(store, damage, kind, which, tmp_path):
     name = sorted(listed(store, kind), key=begin)[which]  # of the base or of the newest version
     good = read(store, name)
     store.put(name, damage(good))
+    # Of a pack that no cache is to keep only blocks are read: what lies around them is fsck's to find.
+    harmless = kind == "pack" and damage(good)[8 : len(good)] == good[8:]
     refused = []
     for number, ident in enumerate(ids):
         fresh = weightvc.open(store.url, cache=None)
@@ -151,7 +153,7 @@ def test_object(store, damage, kind, which, tmp_path):
         before = lying(target)
         done = attempt(name, lambda ident=ident: repository.checkout(ident, target))
         assert lying(target) == (weights(number) if done else before)
-    assert refused == (list(range(9)) if which == 0 else [8])
+    assert refused == ([] if harmless and which == 0 else list(range(9)) if which == 0 else [8])
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
     store.put(name, good)
     for number, ident in enumerate(ids):  # and nothing bad was cached

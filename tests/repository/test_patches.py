@@ -25,9 +25,10 @@ from weightvc.objects.tree import Tree
 from weightvc.protocol import coder, patches
 from weightvc.protocol.commit import Packer
 from weightvc.protocol.patches import Span
+from weightvc.protocol.payloads import BasePayloads, PatchPayloads
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.spool import Spool
-from weightvc.protocol.state import BasePayloads, Chain, Level, Models, PatchPayloads, chunk_map
+from weightvc.protocol.state import Chain, Level, Models, chunk_map
 from weightvc.repository import Repository
 from weightvc_kernels import SPARSE
 
@@ -73,7 +74,8 @@ class Bench:
             stream = patches.base(side, self.packer(pool))
             schema = side.tree.schema
             manifest.check_blocks(stream, schema, "it")
-            level = Level(schema, stream, BasePayloads(self.shelf, stream, pool, whole=True), "it")
+            payloads = BasePayloads(self.shelf, stream, side.tree.digests, pool, Spool(None), whole=True)
+            level = Level(schema, stream, payloads, "it")
             exact(Chain(None, [level]), Span(side, side), stream)
         return stream
 

@@ -16,17 +16,18 @@ from typing import Final
 
 from weightvc.cache import Cache
 from weightvc.errors import Corrupt, Expired, KeyNotFound, NotFound, Unsupported, WeightvcError
-from weightvc.objects import frame, key, layout, manifest
+from weightvc.objects import frame, key, layout
 from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.manifest import Manifest, Stream, check_blocks
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.protocol import live, parallel, resolve, salvage, state
+from weightvc.protocol.payloads import BasePayloads, PatchPayloads
 from weightvc.protocol.rebuild import Rebuilt
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.spool import Spool
-from weightvc.protocol.state import BasePayloads, Buffer, Chain, Level, Models, PatchPayloads, State
+from weightvc.protocol.state import Buffer, Chain, Level, Models, State
 from weightvc.protocol.survey import (
     READERS,
     Damage,
@@ -260,7 +261,7 @@ class _Reading:
                 if patched is None:
                     assert made.base is not None
                     check_blocks(made.base, schema, way.manifest)
-                    payloads = BasePayloads(shelf, made.base, pool, whole=True)
+                    payloads = BasePayloads(shelf, made.base, made.digests, pool, spool, whole=True, checked=True)
                     chain = Chain(None, [Level(schema, made.base, payloads, way.manifest, made.writer)])
                 else:
                     chain = self._patched(stack, made, schema, way.manifest, spool)
@@ -309,7 +310,7 @@ class _Reading:
 
         with ThreadPoolExecutor(parallel.workers(), "weightvc-fsck") as pool:
             window = 2 * parallel.workers() + 2
-            for _ in parallel.ordered(pool, work, manifest.blocks(tree.schema, None), window):
+            for _ in parallel.ordered(pool, work, checked.runs(), window):
                 pass
 
     def _files(self, entry: Entry, made: Manifest) -> None:

@@ -14,11 +14,12 @@ from weightvc.objects.manifest import Manifest, check_blocks
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.protocol import parallel, state, swap
+from weightvc.protocol.payloads import BasePayloads, PatchPayloads
 from weightvc.protocol.plan import Plan, plan
 from weightvc.protocol.refs import Refs, promised
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.spool import Spool
-from weightvc.protocol.state import BasePayloads, Chain, Held, Level, Models, PatchPayloads, State, Verified
+from weightvc.protocol.state import Chain, Held, Level, Models, State, Verified
 from weightvc.stores.base import MISSING
 
 READERS: Final = 8
@@ -130,9 +131,12 @@ def opened(
         way = plan(refs, entry, held)
         return _chain(shelf, way, pool, spool, lying, whole, {name: made}) if way.start is not None else None
 
-    def from_store() -> State:
+    def from_store(*, checked: bool = False) -> State:
         tried.append(plan(refs, entry))
-        return _chain(shelf, tried[-1], pool, spool, None, whole, {name: made})
+        return _chain(shelf, tried[-1], pool, spool, None, whole, {name: made}, checked=checked)
+
+    def from_store_again() -> State:
+        return from_store(checked=True)
 
     def otherwise() -> State | None:
         # Which object is to blame is not known: a wrong state in between shows in the end.
@@ -149,7 +153,8 @@ def opened(
 
     try:
         # The store twice: ranges of packs are checked only by what they give, and the first may be bad on the way.
-        ways = [at_hand, from_store, from_store, *[otherwise] * OTHERS, from_newest]
+        # The second time packs are fetched whole, so that one which is bad at rest is named.
+        ways = [at_hand, from_store, from_store_again, *[otherwise] * OTHERS, from_newest]
         yield made, Verified(tree, ways, f"version {made.version.short}", shelf.meter)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -196,6 +201,8 @@ def _chain(
     lying: Lying | None,
     whole: bool,
     known: Mapping[str, Manifest],
+    *,
+    checked: bool = False,
 ) -> State:
     start: State | None = None
     schema: Schema | None = None
@@ -228,7 +235,7 @@ def _chain(
             if made.base is None:
                 raise Corrupt(f"{name} is corrupt: the catalogue says that it has a base")
             check_blocks(made.base, above, name)
-            content = BasePayloads(shelf, made.base, pool, whole=whole)
+            content = BasePayloads(shelf, made.base, made.digests, pool, spool, whole=whole, checked=checked)
             levels.append(Level(above, made.base, content, name, made.writer))
         else:
             if made.patch is None or made.patch.source != step.edge.source:

@@ -6,9 +6,9 @@ chunk, so that a model of any size passes through a bounded window. Nothing that
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Protocol
@@ -20,12 +20,10 @@ from weightvc.objects.manifest import CONTEXT, REF, RICE, SAME, Stream
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.protocol.meter import Meter
-from weightvc.protocol.shelf import Shelf
-from weightvc.protocol.spool import Reader, Spool
+from weightvc.protocol.payloads import BasePayloads, Payloads
 from weightvc.sources.base import ReadsRuns, Source
 from weightvc.stores.base import MISSING
 
-PACKS_HELD: Final = 3
 BLOCKS_HELD: Final = 128 << 20
 """Bytes of blocks that a chain keeps where blocks are cut differently from level to level."""
 KNOWN: Final = range(RICE + 1)
@@ -99,103 +97,6 @@ class Lying:
         except Refused as error:
             # Files that changed, ended early or cannot be read: another way has the bytes.
             raise Corrupt(str(error)) from None
-
-
-class Payloads(Protocol):
-    """The bytes of a stream's blocks."""
-
-    def block(self, block: int) -> Buffer:
-        """One block's bytes."""
-        ...
-
-
-def _range(shelf: Shelf, stream: Stream, block: int) -> Buffer:
-    """One block's bytes, by a ranged read of its pack."""
-    size = stream.offsets[block + 1] - stream.offsets[block]
-    if not size:
-        return b""
-    pack, at = stream.pack_of(block)
-    name = stream.packs[pack][0]
-    if shelf.cache is not None and (held := shelf.cache.get(name)) is not None:
-        return memoryview(held)[at : at + size]
-    with shelf.meter.part("fetch"):
-        got = shelf.store.get(name, start=at, length=size)
-    if got is None or len(got.data) != size:
-        raise Corrupt(f"{name} is corrupt: it ends before its blocks do")
-    return got.data
-
-
-def _pack(shelf: Shelf, stream: Stream, pack: int) -> Buffer:
-    """A whole pack object, checked."""
-    name, size = stream.packs[pack]
-    data = shelf.get(name)
-    frame.check_header(data, frame.PACK, name)
-    if len(data) != frame.HEADER_SIZE + size:
-        raise Corrupt(f"{name} is corrupt: {len(data) - frame.HEADER_SIZE} bytes where {size} are promised")
-    return data
-
-
-class BasePayloads:
-    """A base's blocks: from the manifest; or from packs, the last few of which are held and the next one fetched."""
-
-    def __init__(self, shelf: Shelf, stream: Stream, pool: ThreadPoolExecutor, *, whole: bool) -> None:
-        self._shelf = shelf
-        self._stream = stream
-        self._pool = pool
-        self._whole = whole
-        self._packs: OrderedDict[int, Future[Buffer]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def block(self, block: int) -> Buffer:
-        stream = self._stream
-        start, stop = stream.offsets[block], stream.offsets[block + 1]
-        if not stream.packs:
-            return memoryview(stream.inline)[start:stop]
-        if start == stop or not self._whole:
-            return _range(self._shelf, stream, block)
-        pack, at = stream.pack_of(block)
-        with self._lock:
-            future = self._ask(pack)
-            if pack + 1 < len(stream.packs):
-                self._ask(pack + 1)
-            self._packs.move_to_end(pack)
-            while len(self._packs) > PACKS_HELD:
-                self._packs.popitem(last=False)
-        with self._shelf.meter.part("fetch"):
-            data = future.result()
-        return memoryview(data)[at : at + stop - start]
-
-    def _ask(self, pack: int) -> Future[Buffer]:
-        if pack not in self._packs:
-            self._packs[pack] = self._pool.submit(_pack, self._shelf, self._stream, pack)
-        return self._packs[pack]
-
-
-class PatchPayloads:
-    """A patch's blocks, in a spool: a chain may have thousands of patches, and every block wants all of them."""
-
-    def __init__(self, shelf: Shelf, stream: Stream, spool: Spool, *, whole: bool) -> None:
-        self._shelf = shelf
-        self._stream = stream
-        self._spool = spool
-        self._whole = whole
-        self._inline = spool.keep(stream.inline) if not stream.packs else None
-        self._packs: dict[int, Reader] = {}
-        self._lock = threading.Lock()
-
-    def block(self, block: int) -> Buffer:
-        stream = self._stream
-        start, stop = stream.offsets[block], stream.offsets[block + 1]
-        if self._inline is not None:
-            return self._inline(start, stop)
-        if start == stop or not self._whole:
-            return _range(self._shelf, stream, block)
-        pack, at = stream.pack_of(block)
-        with self._shelf.meter.part("fetch"), self._lock:
-            read = self._packs.get(pack)
-            if read is None:
-                read = self._packs[pack] = self._spool.keep(_pack(self._shelf, stream, pack))
-        return read(at, at + stop - start)
 
 
 @dataclass(slots=True)
@@ -279,9 +180,45 @@ class Chain:
         if isinstance(self._start, Held):
             self._start.discard()
 
+    def expect(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Say which chunks will be read, once each: of a base only what they need is then fetched, and that once."""
+        payloads = self._levels[0].payloads if self._levels else None
+        if self._start is None and isinstance(payloads, BasePayloads):
+            payloads.expect(self._uses(runs))
+
+    def _uses(self, runs: Sequence[tuple[int, int]]) -> Counter[int]:
+        """How often each block of the base is read for chunks of the top."""
+        import numpy as np
+
+        import weightvc_kernels as kernels
+
+        uses = np.zeros(self._levels[-1].schema.chunks, np.int64)
+        for low, high in runs:
+            uses[low:high] = 1
+        for level, below in zip(self._levels[:0:-1], self._levels[-2::-1], strict=True):
+            stream = level.stream
+            if not {REF, kernels.RAW, kernels.PLANES}.isdisjoint(stream.codecs):
+                # From the end, since a chunk refers to one before it.
+                for block in range(len(stream.codecs) - 1, -1, -1):
+                    low, high = stream.first[block : block + 2]
+                    if stream.codecs[block] == REF and uses[low]:
+                        # Who reads it will tell what is wrong.
+                        with suppress(WeightvcError):
+                            uses[self._referred(level, block, low, high)] += uses[low]
+                    if stream.codecs[block] in (REF, kernels.RAW, kernels.PLANES):
+                        uses[low:high] = 0
+            if level.source_of is not None:
+                source = np.array(level.source_of, np.int64)
+                # Blocks are read whole.
+                wanted = np.repeat(_most(uses, stream), stream.counts)
+                uses = np.zeros(below.schema.chunks, np.int64)
+                np.add.at(uses, source[source >= 0], wanted[source >= 0])
+        counts = _most(uses, self._levels[0].stream)
+        return Counter({int(block): int(counts[block]) for block in np.flatnonzero(counts)})
+
     def read(self, low: int, high: int) -> Buffer:
         top = len(self._levels) - 1
-        data = self._in_place(low, high)
+        data = self._in_place(low, high) if self._start is not None else self._whole(low, high)
         if data is not None:
             return data
         stream = self._levels[top].stream
@@ -295,8 +232,7 @@ class Chain:
         starts from, and all blocks of a level applied at once, in place. None where that is not so."""
         import weightvc_kernels as kernels
 
-        if self._start is None:
-            return None
+        assert self._start is not None
         applied = SAME, kernels.SPARSE, kernels.DENSE, CONTEXT, RICE
         steps: list[tuple[Level, int, int, int]] = []
         for level in reversed(self._levels):
@@ -333,9 +269,42 @@ class Chain:
                 raise Corrupt(f"{level.what}: block {changed[error.job]}: {error}") from None
         return view
 
+    def _whole(self, low: int, high: int) -> Buffer | None:
+        """Chunks that are whole blocks of a base with nothing above it, each decoded into its place. None where that
+        is not so, or one refers to another."""
+        import numpy as np
+
+        import weightvc_kernels as kernels
+
+        level, stream = self._levels[0], self._levels[0].stream
+        first, last = stream.block_of(low), stream.block_of(high - 1) + 1
+        if len(self._levels) > 1 or (stream.first[first], stream.first[last]) != (low, high):
+            return None
+        if any(codec not in (kernels.RAW, kernels.PLANES) for codec in stream.codecs[first:last]):
+            return None
+        schema, origin = level.schema, level.schema.position(low)
+        data = np.empty(schema.position(high) - origin, np.uint8)
+        lane = dtypes.lane(schema.tensors[schema.tensor_of(low)].dtype)
+        for block in range(first, last):
+            start, stop = (schema.position(chunk) - origin for chunk in stream.first[block : block + 2])
+            self._decode(level, block, data[start:stop], lane)
+        return data.data
+
+    def _decode(self, level: Level, block: int, target: Any, lane: int) -> None:
+        """A block that is stored whole, into `target`."""
+        import weightvc_kernels as kernels
+
+        payload = level.payloads.block(block)
+        try:
+            kernels.decode_whole_into(level.stream.codecs[block], payload, target, lane)
+        except kernels.CodecError as error:
+            raise Corrupt(f"{level.what}: block {block}: {error}") from None
+
     def _read(self, at: int, low: int, high: int) -> Buffer:
         """Chunks [low, high) of a level. Walks down while they are one block with one source, then up again; it calls
         itself only where blocks are cut differently a level below, that is, where the schema changed."""
+        import numpy as np
+
         import weightvc_kernels as kernels
 
         pending: list[tuple[int, Buffer, int, str, Any]] = []
@@ -361,15 +330,13 @@ class Chain:
                 continue
             dtype = level.schema.tensors[level.schema.tensor_of(low)].dtype
             lane = dtypes.lane(dtype)
+            if codec in (kernels.RAW, kernels.PLANES):
+                whole = np.empty(level.schema.position(high) - level.schema.position(low), np.uint8)
+                self._decode(level, block, whole, lane)
+                data = whole.data
+                break
             if codec != SAME:
                 payload = level.payloads.block(block)
-                if codec in (kernels.RAW, kernels.PLANES):
-                    nbytes = level.schema.position(high) - level.schema.position(low)
-                    try:
-                        data = kernels.decode_whole(codec, payload, nbytes, lane).data
-                    except kernels.CodecError as error:
-                        raise Corrupt(f"{level.what}: block {block}: {error}") from None
-                    break
                 model = level.models.of(dtype) if codec == CONTEXT and level.models is not None else None
                 pending.append((codec, payload, lane, f"{level.what}: block {block}", model))
             if at == 0 and self._start is None:
@@ -430,6 +397,13 @@ class Chain:
                 self._held -= len(self._blocks.popitem(last=False)[1])
 
 
+def _most(uses: Any, stream: Stream) -> Any:
+    """The most uses [blocks], int64, of each block's chunks."""
+    import numpy as np
+
+    return np.maximum.reduceat(uses, stream.first[:-1]) if stream.counts else uses[:0]
+
+
 class Verified:
     """Reads a tree from the first of several states that gives the right bytes; the others are made on demand."""
 
@@ -443,6 +417,7 @@ class Verified:
         self._state: State | None = None
         self._error: WeightvcError | None = None
         self._lock = threading.Lock()
+        self._expected: list[tuple[int, int]] | None = None
         self.failures: list[str] = []
 
     def read(self, low: int, high: int) -> Buffer:
@@ -475,9 +450,10 @@ class Verified:
         return manifest.blocks(self.tree.schema, None)
 
     def runs(self, blocks: Sequence[tuple[int, int]] | None = None) -> list[tuple[int, int]]:
-        """`blocks`, or all of them, to be read: joined where small ones lie side by side."""
+        """`blocks`, or all of them, to be read, each once: joined where small ones lie side by side."""
         made = manifest.runs(self.tree.schema, self.blocks() if blocks is None else blocks)
-        return [(run[0][0], run[-1][1]) for run in made]
+        self._expected = [(run[0][0], run[-1][1]) for run in made]
+        return self._expected
 
     def _check(self, data: Buffer, low: int, high: int) -> None:
         cuts = self.tree.schema.cuts(low, high)
@@ -504,6 +480,8 @@ class Verified:
         while self._ways:
             try:
                 state = self._ways.pop(0)()
+                if isinstance(state, Chain) and self._expected is not None:
+                    state.expect(self._expected)
             except WeightvcError as error:
                 self.failures.append(str(error))
                 self._error = error
