@@ -338,7 +338,7 @@ class _Lying:
             if undone := self._back.get((tensor, start)):
                 data = _undo(data, undone)
             pieces.append(data)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return pieces[0] if len(pieces) == 1 else bytearray().join(pieces)
 
 
 def _undo(data: frame.Buffer, writes: Sequence[Write]) -> frame.Buffer:
@@ -467,7 +467,7 @@ def _differing_lanes(
         # What changes nearly everywhere is sent to a device only when it is written: it takes as much as the tensors.
         if where is None or where.size * DENSE >= new.size:
             # What was read over nothing that is held lies in no live memory, and may be kept as it is.
-            whole = new.copy() if keep or not new.flags.writeable or new.nbytes < len(data) else new
+            whole = new.copy() if keep or not new.flags.writeable else new
             parts = (None, whole, old.copy() if keep else None)
         elif where.size:
             parts = (where, new[where], old[where] if keep else None)

@@ -67,6 +67,7 @@ def prepare(dtypes: Iterable[str] = FORMS) -> None:
         new[size - 1] = 1
         model = Model(tables(sample(old, new, dtype, 1), dtype), dtype)
         decode(model, encode(model, old, new), old)
+        lanes.changed(*np.zeros((2, lanes.MANY), lanes.dtype_of(size)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,6 @@ The compiled pass is in `hash_kernels`. It, and numba, cost more to load than a 
 numba for a patch: so `worth` says no there.
 """
 
-import sys
 from collections.abc import Sequence
 
 import blake3
@@ -21,7 +20,7 @@ MANY = 1024
 
 def worth(count: int) -> bool:
     """Whether digests() is quicker for `count` pieces than a call of the library for each."""
-    return count >= MANY and "weightvc_kernels.context_kernels" in sys.modules
+    return count >= MANY and lanes.compiled()
 
 
 def digests(data: Buffer, cuts: "np.typing.NDArray[np.int64] | Sequence[int]") -> bytes:

@@ -5,6 +5,7 @@ ever compared as a float. numpy releases the GIL in all the passes over a block.
 """
 
 import sys
+import threading
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +17,11 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Lanes: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 Positions: TypeAlias = npt.NDArray[np.int64]
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
+
+MANY = 1 << 14
+"""Lanes from which a compiled pass is quicker."""
+_PIECE = 1 << 20
+_local = threading.local()
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("weightvc_kernels works on little-endian machines only")
@@ -76,8 +82,15 @@ def frozen(block: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return view
 
 
+def compiled() -> bool:
+    """Whether numba has been loaded for a patch: where it has not, it costs more to load than it saves elsewhere."""
+    return "weightvc_kernels.context_kernels" in sys.modules or "weightvc_kernels.rice_kernels" in sys.modules
+
+
 def changed(old: Lanes, new: Lanes) -> Positions:
     """Ascending positions [changes], int64, of the lanes in which `old` and `new` [lanes] differ."""
+    if old.size >= MANY and compiled():
+        return _changed(old, new)
     per = 8 // old.itemsize
     whole = old.size - old.size % per
     words = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
@@ -90,6 +103,23 @@ def changed(old: Lanes, new: Lanes) -> Positions:
     found = words[lanes // per] * per + lanes % per
     tail = np.flatnonzero(old[whole:] != new[whole:]) + whole
     return np.concatenate([found, tail]).astype(np.int64, copy=False)
+
+
+def _changed(old: Lanes, new: Lanes) -> Positions:
+    """The same by a compiled pass."""
+    from weightvc_kernels import lanes_kernels
+
+    # Room for every position of a piece, kept: what is large comes from the system in pages that it fills with zeros.
+    room: Positions | None = getattr(_local, "room", None)
+    if room is None:
+        room = _local.room = np.empty(_PIECE, np.int64)
+    like, parts = np.empty(0, old.dtype), []
+    for at in range(0, old.size, _PIECE):
+        a, b = old[at : at + _PIECE], new[at : at + _PIECE]
+        places = np.array([address(a), address(b), a.size], np.uint64)
+        found = int(lanes_kernels.changed(places, (0,) * old.itemsize, like, at, room))
+        parts.append(room[:found].copy())
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def diff_lanes(old: Buffer, new: Buffer, lane: int) -> Positions:

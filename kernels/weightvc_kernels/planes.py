@@ -70,6 +70,5 @@ def _split(block: Lanes) -> list[Bytes]:
 
 
 def _compiled(block: Lanes) -> bool:
-    # Loaded for patches, or by load.
-    loaded = "weightvc_kernels.context_kernels" in sys.modules or "weightvc_kernels.planes_kernels" in sys.modules
+    loaded = lanes.compiled() or "weightvc_kernels.planes_kernels" in sys.modules
     return loaded and block.itemsize in (2, 4) and block.flags.aligned

@@ -35,7 +35,7 @@ class State(Protocol):
     """Chunks of one tree."""
 
     def read(self, low: int, high: int) -> Buffer:
-        """Bytes of chunks [low, high), one after the other. Threads may read at once."""
+        """Bytes of chunks [low, high), one after the other; a bytearray is the caller's own. From any thread."""
         ...
 
 
@@ -251,7 +251,7 @@ class Chain:
         data = self._start.read(low, high)
         if all(codec == SAME for level, first, last, _ in steps for codec in level.stream.codecs[first:last]):
             return data
-        view = memoryview(bytearray(data))
+        view = memoryview(data if isinstance(data, bytearray) else bytearray(data))
         for level, first, last, low in reversed(steps):
             schema, stream, origin = level.schema, level.stream, level.schema.position(low)
             dtype = schema.tensors[schema.tensor_of(low)].dtype

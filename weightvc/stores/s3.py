@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import boto3
+import botocore.loaders
+import botocore.session
 from botocore import UNSIGNED
 from botocore import exceptions as boto
 from botocore.config import Config
@@ -476,7 +478,10 @@ class S3Store:
 
     def _connect(self) -> Any:
         access_key, secret_key, session_token = self._keys
+        core = botocore.session.Session()
+        core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
         session = boto3.session.Session(
+            botocore_session=core,
             profile_name=self._profile,
             region_name=self._region,
             aws_access_key_id=access_key,
@@ -505,6 +510,12 @@ class S3Store:
             client = make("path")  # the endpoint came from boto3's own configuration
         client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
         return client
+
+
+@lru_cache(4)
+def _loader(path: str | None) -> Any:
+    """What reads botocore's descriptions of services and keeps them: each client would take 50 ms to do so anew."""
+    return botocore.loaders.create_loader(path)
 
 
 def _place(url: str) -> tuple[str, str]:
