@@ -235,6 +235,10 @@ def _chain(
             if made.base is None:
                 raise Corrupt(f"{name} is corrupt: the catalogue says that it has a base")
             check_blocks(made.base, above, name)
+            if whole:
+                from weightvc_kernels import planes
+
+                planes.load(above.nbytes)
             content = BasePayloads(shelf, made.base, made.digests, pool, spool, whole=whole, checked=checked)
             levels.append(Level(above, made.base, content, name, made.writer))
         else:
