@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -18,8 +18,12 @@ def workers() -> int:
 def ordered(pool: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T], window: int) -> Iterator[R]:
     """work(item) of every item, in order, with at most `window` of them begun and not yet taken.
 
-    When the caller stops early, or an item fails, what has not begun is cancelled and the rest is waited for.
+    When the caller stops early, or an item fails, what has not begun is cancelled, and the rest waited for. A single
+    item is worked on by the caller itself: to begin a thread, and to wait for it, may take longer than the work.
     """
+    if isinstance(items, Sequence) and len(items) == 1:
+        yield work(items[0])
+        return
     waiting: deque[Future[R]] = deque()
     try:
         for item in items:
