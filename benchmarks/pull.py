@@ -9,7 +9,8 @@ it a bf16 model of 45 MB is made, of which 0.86 % change in a step.
 next      the next version of the 45 MB model and of one six times as large, beside boto3's download of the whole,
           and beside a file of zstd-1 blobs of each changed tensor's XOR, fetched, checked and applied in memory; over
           loopback itself and over links held to a rate, with a round trip of 50 ms
-cold      a first version, beside boto3's parallel ranged reads of the same model into a buffer
+cold      a first version into tensors that hold zeros, beside boto3's parallel ranged reads of the same model into a
+          buffer
 behind    1,000 versions behind, by single patches, compacted, from nothing, and by one direct patch
 activate  the swap of 270 MB of tensors of which 0.5 % change, beside a plain scatter of the same values
 fleet     64 followers of a 1 MB model that moves every second
@@ -252,6 +253,9 @@ def cold(bench: Bench) -> None:
         pulls, reads, live = [], [], {name: np.empty_like(data) for name, data in model.items()}
         targets = torch_model(live)
         for _ in range(5):
+            # What is there already would only be compared.
+            for tensor in targets.values():
+                tensor.zero_()
             client = weightvc.Client(f"s3://{BUCKET}/cold-{copies}", into=targets, cache=None, **bench.server.options)
             seconds, update = timed(client.pull)
             pulls.append(seconds)
