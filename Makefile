@@ -28,10 +28,12 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The tests that use a real S3 server, with Ceph instead of SeaweedFS. Its packages are fetched once, into .ceph.
+# Stores, repositories, commands and a crowd of processes on Ceph instead of SeaweedFS; CEPH_TESTS=tests for whatever
+# uses a real S3 server. Its packages are fetched once, into .ceph.
+CEPH_TESTS ?= tests/stores tests/repository tests/cli tests/test_soak.py::test_a_crowd_loses_nothing
 test-ceph: $(STAMP)
 	$(BIN)/python -m tests.kit.ceph
-	$(BIN)/python -m pytest --s3 ceph $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --s3 ceph $(PYTEST_ARGS) $(CEPH_TESTS)
 
 # FUZZ_ARGS="--seconds 600 stream" for one target and longer; .fuzz has logs, corpora and what was found.
 fuzz: $(STAMP)

@@ -74,10 +74,11 @@ def orders(options: argparse.Namespace) -> None:
             print(f"{one.name} {how or 'all'}: {explore(one, seconds=share, **how)}", flush=True)
         for seed in itertools.count(options.seed):
             if time.monotonic() > end:
-                print(f"random orders: seeds {options.seed} to {seed - 1}, each without faults and with three")
+                how = "by right clocks and by wrong ones, each without faults and with three"
+                print(f"random orders: seeds {options.seed} to {seed - 1}, {how}")
                 return
-            for faults in (0, 3):
-                wander(small.EVERYTHING, seed, faults=faults, changes=8, depth=200)
+            for one, faults in itertools.product((small.EVERYTHING, small.WRONG_CLOCKS), (0, 3)):
+                wander(one, seed, faults=faults, changes=8, depth=200)
 
 
 if __name__ == "__main__":

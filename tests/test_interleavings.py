@@ -426,7 +426,7 @@ WRONG_CLOCKS = scenario(
     **EVERYONE,
 )
 """Leases live for days, and so outlast what the store's clock does."""
-SEEDS = [int(os.environ["WEIGHTVC_SEED"])] if "WEIGHTVC_SEED" in os.environ else range(25)
+SEEDS = [int(os.environ["WEIGHTVC_SEED"])] if "WEIGHTVC_SEED" in os.environ else range(15)
 
 
 @pytest.mark.parametrize("faults", [0, 3])

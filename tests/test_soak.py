@@ -1,4 +1,5 @@
-"""Real processes, killed and stopped at random: a minute, in all, of what `make soak` does for ten minutes each."""
+"""Real processes, killed and stopped at random: a minute of the crowd in all, and half of one of the hosts, of what
+`make soak` does for ten minutes each."""
 
 import os
 import secrets
@@ -7,7 +8,8 @@ import pytest
 
 from tests.kit import crowd, fleet
 
-SECONDS = 15
+CROWD, HOSTS = 30, 15
+"""Seconds, on each store."""
 
 
 def place(where, request, tmp_path):
@@ -28,7 +30,7 @@ def seed():
 def test_a_crowd_loses_nothing(where, request, tmp_path):
     """Writers, readers and `weightvc gc --every 1s --grace 3s` together."""
     url, options = place(where, request, tmp_path)
-    done = crowd.run(url, options, tmp_path, seconds=SECONDS, seed=seed())
+    done = crowd.run(url, options, tmp_path, seconds=CROWD, seed=seed())
     print(done)
     assert not done.faults, str(done)
     assert done.counts["commit"] > 0
@@ -41,7 +43,7 @@ def test_a_crowd_loses_nothing(where, request, tmp_path):
 def test_a_fleet_ends_bit_exact(where, request, tmp_path):
     """A trainer that rewinds, compaction, and eight hosts, some with a cache that is far too small."""
     url, options = place(where, request, tmp_path)
-    done = fleet.run(url, options, tmp_path, seconds=SECONDS, seed=seed())
+    done = fleet.run(url, options, tmp_path, seconds=HOSTS, seed=seed())
     print(done)
     assert not done.faults, str(done)
     assert done.counts["served"] > 0
