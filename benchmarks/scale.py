@@ -11,7 +11,6 @@ its own, with nothing cached. Prints a table of what is wanted and what was seen
 import argparse
 import json
 import os
-import re
 import resource
 import secrets
 import statistics
@@ -212,12 +211,13 @@ def collecting(url: str, rounds: int = 3) -> dict[str, Any]:
 
 
 def peak() -> int:
-    """Bytes that this process has had at most. Linux counts into ru_maxrss what the parent had when it started us."""
-    if sys.platform == "linux":
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        assert found
-        return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Bytes that this process has had at most."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not ru_maxrss, which on Linux begins with what the parent held when it made this process.
+        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def collection(table: Table, small: Side, large: Side) -> None:
@@ -241,7 +241,7 @@ def collection(table: Table, small: Side, large: Side) -> None:
     read = ", ".join(f"{count} {kind}" for kind, count in sorted(many["read"].items()))
     table.add("gc reads root, segments and pages only", not {*many["read"]} - {"root", "segment", "page"}, read)
     each = (many["memory"] - few["memory"]) / (objects - few["objects"])
-    table.add("memory of gc by objects", True, f"{each:,.0f} bytes an object", bytes=each)
+    table.add("memory of gc by objects", each > 0, f"{each:,.0f} bytes an object", bytes=each)
 
 
 def main() -> None:
