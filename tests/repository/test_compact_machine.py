@@ -16,7 +16,8 @@ from tests.repository.test_compact import read_by
 from weightvc.protocol import compact
 from weightvc.protocol.plan import steps_to
 
-pytestmark = pytest.mark.filterwarnings("ignore::weightvc.WeightvcWarning")
+# Hypothesis takes five minutes at most to make a failure small, and has to come to say what it is.
+pytestmark = [pytest.mark.filterwarnings("ignore::weightvc.WeightvcWarning"), pytest.mark.timeout(900)]
 BRANCHES = st.sampled_from(["main", "a", "b"])
 
 

@@ -14,7 +14,8 @@ import weightvc
 from tests.kit.weights import Bits, Weights, changed, held, lying, tiny_format, trees
 from weightvc.errors import BranchMoved, Conflict, Refused
 
-pytestmark = pytest.mark.filterwarnings("ignore::weightvc.WeightvcWarning")
+# Hypothesis takes five minutes at most to make a failure small, and has to come to say what it is.
+pytestmark = [pytest.mark.filterwarnings("ignore::weightvc.WeightvcWarning"), pytest.mark.timeout(900)]
 NAMES = st.sampled_from(["main", "exp", "exp/1", "A", "a"])
 TAGS = st.sampled_from(["v1", "best", "exp"])
 

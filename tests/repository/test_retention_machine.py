@@ -20,7 +20,8 @@ from weightvc.objects.retention import Policy, Rules
 from weightvc.protocol import pins
 from weightvc.stores.memory import MemoryStore
 
-pytestmark = pytest.mark.filterwarnings("ignore::weightvc.WeightvcWarning")
+# Hypothesis takes five minutes at most to make a failure small, and has to come to say what it is.
+pytestmark = [pytest.mark.filterwarnings("ignore::weightvc.WeightvcWarning"), pytest.mark.timeout(900)]
 BRANCHES = st.sampled_from(["main", "a", "b"])
 TAGS = st.sampled_from(["one", "two"])
 FAULTS = st.sampled_from(["kill before", "kill after", "fail", "drop", "late"])
