@@ -1,7 +1,6 @@
 """Damaged RICE payloads: refused before the first write, or other lanes; no write elsewhere, no hang, no crash."""
 
 import itertools
-import resource
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weightvc_kernels as wk
-from tests.kit import blocks
+from tests.kit import blocks, memory
 from tests.kit.blocks import damage
 from weightvc_kernels import rice, rice_kernels
 from weightvc_kernels.streams import put_varint
@@ -228,11 +227,10 @@ def test_cut_short_longer_or_of_another_block(dtype: str) -> None:
 def test_a_short_payload_takes_little_memory() -> None:
     """What it says of itself is not believed: a count takes as many bits of payload."""
     old = np.zeros(rice.BLOCK_LIMIT, np.uint8)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for count in (1 << 20, rice.BLOCK_LIMIT, 1 << 62):
-        with pytest.raises(wk.CodecError, match="not of this block"):
-            rice.decode_into(put_varint(count) + bytes(200), old, 1)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    with memory.at_most(64 << 20):
+        for count in (1 << 20, rice.BLOCK_LIMIT, 1 << 62):
+            with pytest.raises(wk.CodecError, match="not of this block"):
+                rice.decode_into(put_varint(count) + bytes(200), old, 1)
 
 
 def test_nothing_is_read_beyond_the_payload() -> None:

@@ -1,0 +1,32 @@
+"""How much memory a piece of work takes beyond what the process has."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+STATUS = Path("/proc/self/status")
+
+
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """Fail if the work within ever holds so many bytes more than there were before it.
+
+    The system's peak is put back first, since a test before may have held far more. Skips where that cannot be done.
+    """
+    if sys.platform != "linux":
+        pytest.skip("the peak of memory can be put back on Linux alone")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the peak of memory cannot be put back here: {error}")
+    before = _kilobytes("VmRSS")
+    yield
+    taken = 1024 * (_kilobytes("VmHWM") - before)
+    assert taken < nbytes, f"{taken} bytes more than before, {nbytes} at most are allowed"
+
+
+def _kilobytes(name: str) -> int:
+    return int(STATUS.read_text().partition(f"{name}:")[2].split()[0])

@@ -1,0 +1,14 @@
+"""The measure of memory that tests go by: it sees what is taken, whatever was taken before."""
+
+import numpy as np
+import pytest
+
+from tests.kit import memory
+
+
+def test_what_is_taken_is_seen_after_more_was_taken() -> None:
+    np.ones(64 << 20, np.uint8).sum()
+    with memory.at_most(16 << 20):
+        np.ones(4 << 20, np.uint8).sum()
+    with pytest.raises(AssertionError, match="16777216 at most"), memory.at_most(16 << 20):
+        np.ones(32 << 20, np.uint8).sum()
