@@ -25,6 +25,7 @@ from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
+from weightvc import __version__
 from weightvc.errors import (
     AccessDenied,
     BadName,
@@ -500,6 +501,8 @@ class S3Store:
                 max_pool_connections=32,
                 s3={"addressing_style": style},
                 signature_version=UNSIGNED if self._anonymous else None,
+                # What boto3 says of itself it writes anew for each request, which is a tenth of what one takes.
+                user_agent=f"weightvc/{__version__} Boto3/{boto3.__version__}",
             )
             region = session.region_name or "us-east-1"
             return session.client("s3", endpoint_url=self._endpoint_url, region_name=region, config=config)
