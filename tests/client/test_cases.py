@@ -4,21 +4,27 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import weightvc
 from tests.kit import faults
+from tests.kit.servers import Place
 from tests.kit.stub import Body, Cut, Hang, IgnoreRange, Status, Stub, WrongRange
 from tests.kit.weights import tiny_format
 from weightvc import live
-from weightvc.objects import key
+from weightvc.filesystem import WeightvcFileSystem
+from weightvc.objects import key, manifest
 from weightvc.objects import root as roots
 from weightvc.protocol import checkout, files, swap
+from weightvc.stores import s3
 from weightvc.targets import Directory, Slots
 
 Weights = dict[str, np.ndarray[Any, Any]]
@@ -31,6 +37,14 @@ def weights(step: int) -> Weights:
     a, b = rng.integers(0, 1 << 16, SIZE).astype(np.uint16), rng.integers(0, 1 << 16, SIZE).astype(np.uint16)
     b[step] ^= 1
     return {"a": a + np.uint16(step), "b": b}
+
+
+@pytest.fixture(params=["local", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    if request.param == "local":
+        return str(tmp_path / "repository"), {}
+    place: Place = request.getfixturevalue("s3_place")
+    return place.url, place.options
 
 
 @pytest.fixture
@@ -82,24 +96,24 @@ def same(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-@pytest.fixture
-def history(tmp_path: Path) -> tuple[str, list[weightvc.Version]]:
-    url = str(tmp_path / "repository")
-    return url, published((url, {}), 2)
-
-
-@pytest.mark.parametrize("fault", [faults.die, faults.full_disk])
-@pytest.mark.parametrize("way", ["swap", "two renames", "slots"])
+@pytest.mark.parametrize(
+    ("where", "way", "fault"),
+    [
+        *product(["local"], ["swap", "two renames", "slots", "slots and cache"], [faults.die, faults.full_disk]),
+        ("s3", "slots", faults.full_disk),
+    ],
+    indirect=["where"],
+)
 def test_at_any_file_operation_it_is_the_old_version_or_the_new(
-    history: tuple[str, list[weightvc.Version]],
+    where: tuple[str, dict[str, Any]],
     tmp_path: Path,
     way: str,
     fault: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cases 21 and 29, and what was held is usable all the time; then the next pull gets the new one."""
-    url, versions = history
-    kind: Any = Slots if way == "slots" else Directory
+    versions = published(where, 2)
+    kind: Any = Slots if way.startswith("slots") else Directory
     full = fault is faults.full_disk
     if way == "two renames":
         monkeypatch.setattr(checkout, "_rename_exchange", lambda one, other: False)
@@ -109,11 +123,12 @@ def test_at_any_file_operation_it_is_the_old_version_or_the_new(
     k, ends = 0, set()
     while True:
         place = tmp_path / f"{k}" / "served"
-        weightvc.Client(url, cache=None, into=kind(place)).pull(versions[0])
+        options = {"cache": tmp_path / f"cache{k}" if way.endswith("cache") else None, **where[1]}
+        weightvc.Client(where[0], into=kind(place), **options).pull(versions[0])
         there = {path.name for path in place.parent.iterdir()}
 
-        def work(place: Path = place, k: int = k) -> str:
-            client = weightvc.Client(url, cache=None, into=kind(place))
+        def work(place: Path = place, k: int = k, options: dict[str, Any] = options) -> str:
+            client = weightvc.Client(where[0], into=kind(place), **options)
             faults.die_at_file_operation(k, fault)
             try:
                 client.pull(versions[1])
@@ -125,7 +140,7 @@ def test_at_any_file_operation_it_is_the_old_version_or_the_new(
         assert status == 0 if full else status in (0, -9)
         ended = "killed" if status else json.loads((tmp_path / "result").read_text())
         assert ended in ("killed", "full", "done")
-        client = weightvc.Client(url, cache=None, into=kind(place))
+        client = weightvc.Client(where[0], into=kind(place), **options)
         held = client.current()
         assert held in versions
         current = place if kind is Directory else place / "current"
@@ -150,14 +165,6 @@ def test_at_any_file_operation_it_is_the_old_version_or_the_new(
 
 
 # All kinds of target, in a directory and on a server
-
-
-@pytest.fixture(params=["local", "s3"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
-    if request.param == "local":
-        return str(tmp_path / "repository"), {}
-    found: tuple[str, dict[str, Any]] = request.getfixturevalue("remote")
-    return found
 
 
 class Host:
@@ -379,16 +386,99 @@ def test_eight_readers_where_there_are_no_locks(
     assert last.holds(1)
 
 
-@pytest.mark.parametrize("action", [Cut(60_000), Cut(0), IgnoreRange(), WrongRange(), Body(b"<html>")])
-def test_bodies_that_are_cut_or_begin_elsewhere(
-    stub: Stub, remote: tuple[str, dict[str, Any]], tmp_path: Path, action: Any
+@pytest.mark.parametrize("fault", [faults.die, faults.full_disk])
+def test_at_any_file_operation_a_cache_is_in_nobodys_way(
+    tmp_path: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Case 30: read again, and nothing bad is kept for the next one."""
+    """Case 29 for the cache: where it lies on a full disk, a pull that needs no other is done; whatever a killed
+    process left in it, the next one gets what is right."""
+    monkeypatch.setattr(manifest, "INLINE", 120)  # so that there are packs
+    where = str(tmp_path / "repository"), {}
+    versions = published(where, 2)
+    k = 0
+    while True:
+        cache = tmp_path / f"{k}"
+        Host(where, "tensors", tmp_path, cache=cache).client.pull(versions[0])
+
+        def work(k: int = k, cache: Path = cache) -> int:
+            host = Host(where, "tensors", tmp_path, cache=cache)
+            seen = faults.die_at_file_operation(k, fault)
+            host.client.pull(versions[1])
+            assert host.holds(1)
+            return len(seen)
+
+        status = faults.wait(faults.fork(work, tmp_path / "result"))
+        assert status in (0, -9 if fault is faults.die else 0)
+        if fault is faults.full_disk:
+            assert not [path for path in cache.rglob("*") if path.name.startswith((".tmp-", ".claim-"))]
+        for step in (0, 1):
+            after = Host(where, "tensors", tmp_path, cache=cache)
+            after.client.pull(versions[step])
+            assert after.holds(step)
+        if status == 0 and int((tmp_path / "result").read_text()) < k:
+            break
+        k += 1
+    assert k >= 8
+
+
+READERS = ("tensors", "directory", "slots", "load", "rows", "file", "mirror")
+
+
+class Reader:
+    """One of those who read versions, with a cache; each opens the repository anew."""
+
+    def __init__(self, kind: str, where: tuple[str, dict[str, Any]], place: Path) -> None:
+        self.kind, self.where, self.place = kind, where, place
+        self.options = {"cache": place / "cache", **where[1]}
+        self.host = Host(where, kind, place / "served", **self.options) if kind in READERS[:3] else None
+
+    def read(self, version: weightvc.Version, step: int) -> None:
+        """Read a version, and see that it is the bits of that step."""
+        url = self.where[0]
+        if self.host is not None:
+            self.host.client.pull(version)
+            assert self.host.holds(step)
+        elif self.kind == "load":
+            assert same(
+                weightvc.Client(url, **self.options).repository.load(version, framework="numpy"), weights(step)
+            )
+        elif self.kind == "rows":
+            with weightvc.open(url, lazy=True, **self.options) as repository:
+                rows = repository.tensor(version, "a", rows=slice(100, 900), framework="numpy")
+            assert np.array_equal(rows, weights(step)["a"][100:900])
+        elif self.kind == "file":
+            # fsspec would give the one of before, with what that has read.
+            files = WeightvcFileSystem(url, version.id, skip_instance_cache=True, **self.options)
+            assert same(safetensors.numpy.load(files.cat_file("model.safetensors")), weights(step))
+        else:
+            near = weightvc.init(self.place / secrets.token_hex(4), cache=None)
+            weightvc.mirror(weightvc.open(url, **self.options), near)
+            assert near.fsck(read_data=True).ok
+            assert same(near.load(version, framework="numpy"), weights(step))
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("action", [Cut(100), Cut(0), IgnoreRange(), WrongRange(), Body(b"<html>")])
+def test_bodies_that_are_cut_or_begin_elsewhere(
+    stub: Stub,
+    remote: tuple[str, dict[str, Any]],
+    tmp_path: Path,
+    action: Any,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Case 30, at the first request of an object and at one half-way: read again, and nothing bad is kept for the
+    next one. (Only a server that is made to does it.)"""
+    monkeypatch.setattr(manifest, "INLINE", 120)  # so that there are packs, and
+    monkeypatch.setattr(s3, "_FIRST", 150)  # that objects come in two parts
     versions = published(remote, 2)
-    for kind in ("tensors", "slots"):
-        for attempt in range(2):
-            stub.fault(action, operation="GetObject", key="manifest/", times=1)
-            host = Host(remote, kind, tmp_path / f"{kind}{attempt}", cache=tmp_path / "cache")
-            for step in (0, 1):
-                host.client.pull(versions[step])
-                assert host.holds(step)
+    for wanted in ("/manifest/", "/pack/"):
+        place = tmp_path / wanted.strip("/")
+        reader = Reader(kind, remote, place)
+        for step, half_way in enumerate((False, True)):
+            fault = stub.fault(action, operation="GetObject", key=wanted, range_from=int(half_way))
+            reader.read(versions[step], step)
+            assert fault.done == 1
+        after = Reader(kind, remote, place)
+        for step, version in enumerate(versions):
+            after.read(version, step)

@@ -207,11 +207,12 @@ class Stub:
         key: str | None = None,
         times: int | None = 1,
         after: int = 0,
+        range_from: int = 0,
     ) -> Fault:
         """Do `action` to the next `times` requests (None: to all) that match, after letting `after` of them pass.
 
         `operation` is S3's name (GetObject, ListObjectsV2, ...), `key` a regular expression that is searched
-        in the whole key. What is not given matches everything.
+        in the whole key; a ranged request begins at byte `range_from` or later. What is not given matches everything.
         """
 
         def matches(request: Request) -> bool:
@@ -219,6 +220,7 @@ class Stub:
                 (operation is None or request.operation == operation)
                 and (method is None or request.method == method)
                 and (key is None or re.search(key, request.key) is not None)
+                and (not range_from or _begins(request) >= range_from)
             )
 
         fault = Fault(action, matches, times, after)
@@ -467,6 +469,12 @@ def _operation(method: str, bucket: str, key: str, query: dict[str, str]) -> str
     if method == "POST" and "delete" in query:
         return "DeleteObjects"
     return {"GET": "ListObjectsV2", "PUT": "CreateBucket", "HEAD": "HeadBucket"}.get(method, "")
+
+
+def _begins(request: Request) -> int:
+    """The byte that a request's range begins at; 0 without one."""
+    found = re.match(r"bytes=(\d+)-", request.headers.get("range", ""))
+    return int(found[1]) if found else 0
 
 
 def _without(request: Request, *names: str) -> Request:
