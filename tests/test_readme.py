@@ -87,7 +87,17 @@ def test_the_examples_of_engines(place: Path) -> None:
     assert run(sys.executable, "-c", mine) == "drain\non\n"
 
 
-@pytest.mark.parametrize("function", [weightvc.init, weightvc.open, weightvc.Repository.commit])
+def test_the_examples_of_trainers(place: Path) -> None:
+    for example in blocks("python", "docs/trainers.md"):
+        run(sys.executable, "-c", example)
+    with weightvc.open("policy", cache=None) as repository:
+        assert [version.step for version in repository.log()] == list(range(9, -1, -1))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [weightvc.init, weightvc.open, weightvc.Repository.commit, weightvc.Repository.commit_async],
+)
 def test_the_reference_has_all_arguments(function: object) -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "options")]  # type: ignore[arg-type]

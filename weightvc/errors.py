@@ -9,7 +9,8 @@
     │   ├── BranchMoved       the branch has another head than expected
     │   ├── GroupNotReady     a host is missing or differs: no host of the group has moved
     │   ├── KeyExists         create-if-absent met an object
-    │   └── PreconditionFailed    compare-and-swap met another ETag
+    │   ├── PreconditionFailed    compare-and-swap met another ETag
+    │   └── QueueFull         as many commits wait as may: nothing was taken
     ├── StateUnknown    a write may or may not have landed: read, then decide
     │   └── GroupSplit        hosts of a group hold different versions
     ├── Expired         what was asked for existed and was collected
@@ -20,6 +21,7 @@
     │   ├── BadName           a ref, path or key that cannot be used
     │   ├── UnsafeStore       a store that does not keep its promises
     │   └── Unsupported       written by a newer weightvc: upgrade
+    ├── NotPublished    commits behind the trainer have failed: see each, then go on
     ├── EngineError     a serving engine failed a call: look at it, then activate again
     └── StoreError      the store or the network: retry later     (also an OSError)
         ├── AccessDenied      the credentials do not allow it
@@ -28,7 +30,8 @@
 `exit_code` is the command line's exit status for the kind; docs/cli.md lists them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 
 class WeightvcError(Exception):
@@ -84,6 +87,10 @@ class KeyExists(Conflict):
 
 class PreconditionFailed(Conflict):
     """swap() found another ETag (or no object) under the key."""
+
+
+class QueueFull(Conflict):
+    """As many commits wait to be published as may: this one was not taken."""
 
 
 class GroupNotReady(Conflict):
@@ -144,6 +151,24 @@ class UnsafeStore(Refused):
 
 class Unsupported(Refused):
     """A format or codec that a newer weightvc wrote: upgrade to read it."""
+
+
+class NotPublished(WeightvcError):
+    """Commits that were to be made behind the caller have failed; the next one on the branch has their changes too.
+
+    `failures` has what was to be published (as "step 7") and the error, of each; `exit_code` is the first one's.
+    """
+
+    def __init__(self, message: str, *, failures: Sequence[tuple[str, BaseException]]) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+        self.exit_code = getattr(failures[0][1], "exit_code", 1)
+
+    @classmethod
+    def of(cls, failures: Sequence[tuple[str, BaseException]]) -> Self:
+        """The error that tells of some failures."""
+        told = "; ".join(f"{label} was not published: {error or type(error).__name__}" for label, error in failures)
+        return cls(told, failures=failures)
 
 
 class EngineError(WeightvcError):

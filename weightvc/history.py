@@ -42,6 +42,8 @@ class History:
         self._last: Entry | None = None
         self._frozen = 0
         self._heads: dict[str, str | None] = {}
+        self._unsure: dict[str, str] = {}
+        """By branch, the last version of our own of which it is not known whether it was published."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -168,6 +170,10 @@ class History:
         if expect is None:
             return self._heads.get(branch, head)
         return refs.resolve(expect).entry.new if expect else None
+
+    def _is_own(self, branch: str, head: str | None) -> bool:
+        """Whether a branch was moved to `head` by a commit of ours that was reported as unknown."""
+        return head is not None and self._unsure.get(branch) == head
 
     def _remember(self, branch: str, head: str | None) -> None:
         with self._lock:

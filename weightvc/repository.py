@@ -1,7 +1,6 @@
 """The repository: everything that a user does with one."""
 
 import contextlib
-import operator
 import os
 import time
 import warnings
@@ -17,6 +16,7 @@ from weightvc.errors import (
     KeyExists,
     KeyNotFound,
     Refused,
+    StateUnknown,
     TensorNotFound,
     WeightvcWarning,
 )
@@ -26,6 +26,7 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version, check_words
 from weightvc.protocol import swap
 from weightvc.protocol.refs import Refs, check_name, moved
+from weightvc.publishing import Labels, Publishing, check_choices, step_of
 from weightvc.recovery import Recovery
 from weightvc.retention import Retention
 
@@ -132,7 +133,7 @@ def _connect(
     return Repository(open_store(os.fspath(url), **options), held, author=author, progress=progress)
 
 
-class Repository(Retention, Recovery):
+class Repository(Publishing, Retention, Recovery):
     """A repository. Threads may share it; so may processes, each with an object of its own."""
 
     # Writing
@@ -164,7 +165,8 @@ class Repository(Retention, Recovery):
         the dtype that a config.json beside them names becomes that as well. `names` says how a module's tensors are
         called: as its save_pretrained would, as in its state_dict, or as a function says. A model of transformers
         has to write itself to disk for the first of these, at every commit.
-        Nothing is copied: do not change the tensors (or train on) until it returns.
+        Nothing is copied: do not change the tensors (or train on) until it returns; commit_async() copies them. What
+        was committed so before is waited for, and NotPublished raised if it failed.
 
         The parent is the branch's head, which must be `expect` if that is given (a ref; "" for: no such branch
         yet), else what this object last loaded, checked out or committed there. If somebody else moved the branch,
@@ -178,14 +180,11 @@ class Repository(Retention, Recovery):
         Raises Refused (and its kinds), BranchMoved, StateUnknown, StoreError. Whatever is raised, the branch reads
         as before, or (StateUnknown) perhaps as after.
         """
-        from weightvc.protocol import coder
         from weightvc.sources import open_source
 
-        if on_conflict not in ("raise", "rebase"):
-            raise Refused(f'on_conflict={on_conflict!r:.100}: give "raise" or "rebase"')
-        if codec not in coder.POLICIES:
-            raise Refused(f"codec={codec!r:.100}: give one of {', '.join(coder.POLICIES)}")
+        check_choices(on_conflict, codec)
         check_words(message, self.author)
+        self.flush()
         opened = open_source(source, names=names, dtype=dtype, name=name, exclude=exclude)
         try:
             return self._commit(
@@ -196,7 +195,7 @@ class Repository(Retention, Recovery):
                 rebase=on_conflict == "rebase",
                 base=base,
                 codec=codec,
-                labels=(message, _step(step), run, metadata),
+                labels=(message, step_of(step), run, metadata),
                 # A version that is committed again is as it was served.
                 castable=dtype is None and opened is not source,
             )
@@ -214,7 +213,7 @@ class Repository(Retention, Recovery):
         rebase: bool,
         base: bool,
         codec: str,
-        labels: tuple[str, int | None, str | None, Mapping[str, Any] | None],
+        labels: Labels,
         castable: bool,
     ) -> Version:
         from weightvc.protocol import commit, pins, resolve
@@ -234,7 +233,7 @@ class Repository(Retention, Recovery):
                 head = root.branches.get(target)
                 wanted = self._wanted(refs, target, head, expect)
                 if head != wanted:
-                    if not (rebase and expect is None):
+                    if expect is not None or not (rebase or self._is_own(target, head)):
                         raise moved(target, wanted, head)
                     self._remember(target, head)
                     wanted = head
@@ -280,10 +279,15 @@ class Repository(Retention, Recovery):
                     entry, self._seen = commit.publish(self._shelf, entry, transaction, seen, expected=wanted)
                 except BranchMoved as error:
                     assert target is not None
-                    if not rebase or expect is not None:
+                    if expect is not None or not (rebase or self._is_own(target, error.head)):
                         raise
                     self._remember(target, error.head)
                     continue
+                except StateUnknown:
+                    if target is not None and entry.new is not None:
+                        # Should the branch turn out to be there, it was not somebody else who moved it.
+                        self._unsure[target] = entry.new
+                    raise
                 except Expired:
                     restarts += 1
                     if restarts > RESTARTS:
@@ -557,13 +561,3 @@ class Repository(Retention, Recovery):
         from weightvc import worktree
 
         return worktree.status(self._shelf, self._refs(), Path(target))
-
-
-def _step(step: Any) -> Any:
-    # numpy counts in integers of its own; what is no integer is refused where the version is made.
-    if isinstance(step, bool):
-        return step
-    try:
-        return operator.index(step)
-    except TypeError:
-        return step

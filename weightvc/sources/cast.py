@@ -90,6 +90,33 @@ class CastSource:
         self._source.close()
 
 
+def rounded(value: Any, dtype: str) -> Any:
+    """A torch tensor, rounded if it is a float of another dtype than `dtype` (the format's name): on its device, as
+    torch does it there. Of what is not finite the payload may be another one than in main memory."""
+    kind = str(value.dtype).removeprefix("torch.")
+    if kind not in _TORCH.values() or dtype not in _TORCH or kind == _TORCH[dtype]:
+        return value
+    import torch
+
+    return value.to(getattr(torch, _TORCH[dtype]))
+
+
+def round_into(value: Any, out: Any, dtype: str) -> int:
+    """Round a torch tensor of floats into `out`, a flat uint8 tensor, to the bits that CastSource reads: whole blocks
+    of it, where it lies in main memory as it is kept. Returns how many bytes are done; the others are to be read."""
+    import torch
+
+    kind = getattr(torch, _TORCH[dtype])
+    if not value.is_cpu or not value.is_contiguous() or value.is_neg() or out.storage_offset() % kind.itemsize:
+        return 0
+    count = value.numel() // _BLOCK * _BLOCK
+    old = value.detach().as_strided((count,), (1,))
+    for new, block in zip(out[: count * kind.itemsize].view(kind).split(_BLOCK), old.split(_BLOCK)):
+        new.copy_(block)
+    done: int = count * kind.itemsize
+    return done
+
+
 def _rounded(data: memoryview | bytes, old: str, new: str) -> memoryview:
     """Whole blocks of elements (the last may be shorter) in the new dtype."""
     import torch

@@ -171,6 +171,10 @@ class MemorySource:
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
+    def value(self, index: int) -> Any:
+        """The tensor or array itself."""
+        return self._values[index]
+
     def read(self, index: int, start: int, stop: int) -> memoryview | bytes:
         """Bytes [start, stop) of `tensors[index]`; a view of the tensor itself where that is possible."""
         info = self.tensors[index]
@@ -179,7 +183,7 @@ class MemorySource:
         if start == stop:
             return b""
         value = self._values[index]
-        if _is_torch(value):
+        if is_torch(value):
             if value.is_contiguous() and not value.is_conj() and not value.is_neg():
                 flat = torch_bytes(value)[start:stop]
                 return memoryview(flat.cpu().numpy())
@@ -317,13 +321,14 @@ def _plain(value: Any) -> "_Kind":
     if tensor_fault(value):
         return _PASSED
     dtype, shape, nbytes = _kind(value)
-    if _is_torch(value):
+    if is_torch(value):
         # Complex ones may be conjugated; packed ones have a shape of their own.
         return _PASSED if dtype in ("C64", "F4") else (_TENSOR, dtype, shape, nbytes)
     return (_ARRAY, dtype, shape, nbytes) if value.dtype.newbyteorder("<") == value.dtype else _PASSED
 
 
-def _is_torch(value: Any) -> bool:
+def is_torch(value: Any) -> bool:
+    """Whether it is a torch tensor; torch is not imported to say no."""
     torch = sys.modules.get("torch")
     return torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor)
 
@@ -343,7 +348,7 @@ def _name_fault(name: Any) -> str:
 
 def tensor_fault(value: Any) -> str:
     """Why `value` cannot be kept as a tensor, with the mend; "" if it can."""
-    if _is_torch(value):
+    if is_torch(value):
         return _torch_fault(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "ndarray") and isinstance(value, numpy.ndarray):
@@ -408,7 +413,7 @@ def info(name: str, value: Any) -> TensorInfo:
 
 def _kind(value: Any) -> tuple[str, tuple[int, ...], int]:
     shape = tuple(int(extent) for extent in value.shape)
-    if _is_torch(value):
+    if is_torch(value):
         dtype = TORCH_DTYPES[str(value.dtype).removeprefix("torch.")]
         if dtype == "F4":
             shape = (*shape[:-1], shape[-1] * 2)
@@ -431,7 +436,7 @@ def _numpy_bytes(array: Any) -> memoryview:
 
 def _laid_out(value: Any) -> memoryview:
     """The logical elements of a tensor in row-major order, little-endian, as bytes in main memory."""
-    if _is_torch(value):
+    if is_torch(value):
         import torch
 
         plain = value.detach().resolve_conj().resolve_neg()

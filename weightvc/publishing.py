@@ -1,0 +1,186 @@
+"""Publishing: what a repository offers to a trainer that does not wait for its commits."""
+
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from weightvc.errors import NotPublished, Refused
+from weightvc.history import HEAD, History, Ref
+from weightvc.objects import version
+from weightvc.objects.version import Version
+from weightvc.protocol import coder
+from weightvc.protocol.refs import check_name
+
+if TYPE_CHECKING:
+    from weightvc.publisher import Publisher, WhenFull
+    from weightvc.sources.base import Source
+    from weightvc.sources.snapshot import Arenas
+
+Labels = tuple[str, int | None, str | None, Mapping[str, Any] | None]
+"""Message, step, run and metadata."""
+_log: Final = logging.getLogger("weightvc")
+
+
+class Publishing(History):
+    """Commits that are made behind the caller."""
+
+    _behind: "tuple[Publisher, Arenas] | None" = None
+
+    def _commit(
+        self,
+        source: "Source",
+        *,
+        branch: str | None,
+        expect: Ref | None,
+        parents: Sequence[Ref],
+        rebase: bool,
+        base: bool,
+        codec: str,
+        labels: Labels,
+        castable: bool,
+    ) -> Version:
+        """Commit a source; Repository has it."""
+        raise NotImplementedError
+
+    def commit_async(
+        self,
+        source: Any,
+        *,
+        branch: str = HEAD,
+        message: str = "",
+        step: int | None = None,
+        run: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        dtype: Any = None,
+        names: "Literal['hf', 'as-is'] | Callable[[str], str]" = "hf",
+        on_conflict: Literal["raise", "rebase"] = "raise",
+        base: bool = False,
+        codec: Literal["small", "fast", "auto"] = "small",
+        queue: int = 1,
+        when_full: "WhenFull" = "wait",
+    ) -> "Future[Version]":
+        """Copy the weights, return at once, and commit the copy behind the caller. Arguments are those of commit().
+
+        Once it returns, the tensors may change: the version has what they held when it was called. Tensors of a CUDA
+        device are copied there, in the current stream, and cross the bus behind the caller. Files are not copied:
+        leave them until the future is done. Copies take (`queue` + 1) times the bytes that are committed, at most, of
+        main memory (pinned, for tensors of a CUDA device), kept for the next ones until close().
+
+        Commits are made in order, one after the other, each as a whole. At most `queue` wait beside the one that is
+        being made; if there are as many, `when_full` says what happens: "wait" for room, "skip" the oldest that waits
+        (its future is cancelled; the next version has its changes too), or "raise" QueueFull.
+
+        The future gives the Version, or raises what commit() would. It may be ignored: the next commit, flush() or
+        close() raises NotPublished then, which names the steps that failed, and takes nothing: call it again. The
+        branch is as before, so that the next version has the changes of those that failed as well.
+
+        Raises Refused (and its kinds) at once for what cannot be committed; NotPublished; QueueFull.
+        """
+        from weightvc.sources import open_source, snapshot
+        from weightvc.sources.cast import cast
+        from weightvc.sources.files import FileSource
+        from weightvc.sources.module import SavedSource
+
+        labels = self._labels(message, step, run, metadata)
+        check_choices(on_conflict, codec)
+        if branch != HEAD:
+            check_name(branch)
+        publisher, arenas = self._made_behind()
+
+        def take() -> "Source":
+            # Opened without a dtype: rounding is part of the copy.
+            opened = open_source(source, names=names)
+            if opened is not source and isinstance(opened, FileSource | SavedSource):
+                return opened if dtype is None else cast(opened, dtype)
+            try:
+                return snapshot.take(opened, dtype, arenas)
+            finally:
+                if opened is not source:
+                    opened.close()
+
+        def commit(taken: "Source") -> Version:
+            return self._commit(
+                taken,
+                branch=branch,
+                expect=None,
+                parents=(),
+                rebase=on_conflict == "rebase",
+                base=base,
+                codec=codec,
+                labels=labels,
+                castable=dtype is None,
+            )
+
+        label = f"a commit to {branch}" if step is None else f"step {step}"
+        return publisher.submit(label, take, commit, queue=queue, when_full=when_full)
+
+    def flush(self) -> None:
+        """Wait until all commits that were made with commit_async() are published.
+
+        Raises NotPublished if some have failed since that was told last.
+        """
+        if self._behind is not None:
+            self._behind[0].flush()
+
+    def close(self) -> None:
+        """Wait for commits that are being made, and release connections. Raises NotPublished as flush() does."""
+        try:
+            self.flush()
+        finally:
+            if self._behind is not None:
+                self._behind[1].clear()
+            super().close()
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self.close()
+        except NotPublished as error:
+            if raised[0] is None:
+                raise
+            # What ended the block is what the caller is to hear of first.
+            _log.error("%s", error)
+
+    def _made_behind(self) -> "tuple[Publisher, Arenas]":
+        from weightvc.publisher import Publisher
+        from weightvc.sources.snapshot import Arenas
+
+        with self._lock:
+            if self._behind is None:
+                self._behind = Publisher(), Arenas()
+            return self._behind
+
+    def _labels(self, message: str, step: Any, run: str | None, metadata: Mapping[str, Any] | None) -> Labels:
+        """What a commit says of itself, checked, in copies. Raises Refused."""
+        said = version.make(
+            tree="0" * 64,
+            layout=None,
+            parents=(),
+            step=step_of(step),
+            run=run,
+            message=message,
+            author=self.author,
+            metadata=metadata,
+            elements=0,
+            nbytes=0,
+        )
+        return said.message, said.step, said.run, said.metadata
+
+
+def check_choices(on_conflict: str, codec: str) -> None:
+    """Raise Refused for what commit() has no meaning for."""
+    if on_conflict not in ("raise", "rebase"):
+        raise Refused(f'on_conflict={on_conflict!r:.100}: give "raise" or "rebase"')
+    if codec not in coder.POLICIES:
+        raise Refused(f"codec={codec!r:.100}: give one of {', '.join(coder.POLICIES)}")
+
+
+def step_of(step: Any) -> Any:
+    """A step as an int, if it is an integer of another kind, such as numpy's; else itself, to be refused."""
+    if isinstance(step, bool):
+        return step
+    try:
+        return operator.index(step)
+    except TypeError:
+        return step
