@@ -91,7 +91,7 @@ def test_the_examples_of_trainers(place: Path) -> None:
     for example in blocks("python", "docs/trainers.md"):
         run(sys.executable, "-c", example)
     with weightvc.open("policy", cache=None) as repository:
-        assert [version.step for version in repository.log()] == list(range(9, -1, -1))
+        assert [version.step for version in repository.log()] == list(range(11, -1, -1))
 
 
 @pytest.mark.parametrize(

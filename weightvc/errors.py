@@ -7,6 +7,7 @@
     │   └── TensorNotFound    no tensor of this name in the version
     ├── Conflict        look again, then retry or rebase
     │   ├── BranchMoved       the branch has another head than expected
+    │   ├── Fenced            another writer has claimed the branch: this one has to stop
     │   ├── GroupNotReady     a host is missing or differs: no host of the group has moved
     │   ├── KeyExists         create-if-absent met an object
     │   ├── PreconditionFailed    compare-and-swap met another ETag
@@ -79,6 +80,20 @@ class BranchMoved(Conflict):
         self.branch = branch
         self.expected = expected
         self.head = head
+
+
+class Fenced(Conflict):
+    """Another writer has claimed the branch since this one wrote to it.
+
+    `branch` is the branch; `epoch` and `claimed` are the epochs of this writer and of the one who may write (None:
+    nobody had claimed it, or nobody has).
+    """
+
+    def __init__(self, message: str, *, branch: str, epoch: int | None, claimed: int | None) -> None:
+        super().__init__(message)
+        self.branch = branch
+        self.epoch = epoch
+        self.claimed = claimed
 
 
 class KeyExists(Conflict):

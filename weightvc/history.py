@@ -17,7 +17,7 @@ from weightvc.objects.root import Root
 from weightvc.objects.version import Version, check_words
 from weightvc.protocol import swap
 from weightvc.protocol.meter import Meter
-from weightvc.protocol.refs import Refs, check_name, encode_tags, moved, promised, tag_page
+from weightvc.protocol.refs import Refs, check_epoch, check_name, encode_tags, moved, promised, tag_page
 from weightvc.protocol.shelf import Shelf
 from weightvc.stores.base import Stats, Store
 
@@ -44,6 +44,8 @@ class History:
         self._heads: dict[str, str | None] = {}
         self._unsure: dict[str, str] = {}
         """By branch, the last version of our own of which it is not known whether it was published."""
+        self._epochs: dict[str, int | None] = {}
+        """By branch that we wrote or claimed, the epoch of the claim that held then; None without any."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -171,6 +173,15 @@ class History:
             return self._heads.get(branch, head)
         return refs.resolve(expect).entry.new if expect else None
 
+    def _epoch(self, root: Root, branch: str) -> int | None:
+        """The epoch that this object writes a branch with: as it was when it first did, or claimed it.
+
+        Raises Fenced if somebody else has claimed the branch since.
+        """
+        epoch = self._epochs.setdefault(branch, root.writers.get(branch))
+        check_epoch(self._shelf, root, branch, epoch)
+        return epoch
+
     def _is_own(self, branch: str, head: str | None) -> bool:
         """Whether a branch was moved to `head` by a commit of ours that was reported as unknown."""
         return head is not None and self._unsure.get(branch) == head
@@ -245,11 +256,13 @@ class History:
                 )
             gone[:] = [head]
             branches = {k: v for k, v in root.branches.items() if k != name}
-            return self._move(root, "delete", name, head, None, "", branches=branches)
+            writers = {k: v for k, v in root.writers.items() if k != name}
+            return self._move(root, "delete", name, head, None, "", branches=branches, writers=writers)
 
         self._change(make)
         with self._lock:
             self._heads.pop(name, None)
+            self._epochs.pop(name, None)
         return gone[0]
 
     def restore_branch(self, name: str) -> Version:
@@ -280,6 +293,8 @@ class History:
         head = root.branches.get(name)
         if head is None:
             raise RefNotFound(f"there is no branch {name!r}")
+        if name in self._epochs:
+            check_epoch(self._shelf, root, name, self._epochs[name])
         if expect is not None and (wanted := Refs(self._shelf, root).resolve(expect).entry.new) != head:
             raise moved(name, wanted, head, "expect the new head")
         return head

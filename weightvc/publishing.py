@@ -2,16 +2,19 @@
 
 import logging
 import operator
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from weightvc.errors import NotPublished, Refused
-from weightvc.history import HEAD, History, Ref
-from weightvc.objects import version
-from weightvc.objects.version import Version
+from weightvc.errors import Conflict, NotPublished, Refused
+from weightvc.history import HEAD, History, Ref, check_no_tag, version_of
+from weightvc.objects import key, version
+from weightvc.objects.catalogue import CLAIM, Entry
+from weightvc.objects.root import Root
+from weightvc.objects.version import Version, check_words
 from weightvc.protocol import coder
-from weightvc.protocol.refs import check_name
+from weightvc.protocol.refs import Refs, check_name, promised
 
 if TYPE_CHECKING:
     from weightvc.publisher import Publisher, WhenFull
@@ -141,6 +144,56 @@ class Publishing(History):
                 raise
             # What ended the block is what the caller is to hear of first.
             _log.error("%s", error)
+
+    def claim(self, branch: str = HEAD, *, at: Ref | None = None, message: str = "") -> Version | None:
+        """Become the one who writes a branch. Returns the version to go on from; None if there is none yet.
+
+        Whoever wrote to it before, by another Repository, is refused from now on: its commits raise Fenced, also
+        those that it has begun. Others, who have not, may still commit to it. A trainer claims its branch when it
+        starts, and then goes on from what it finds there.
+
+        `at` is a version to go on from instead: the branch is moved to it. What it leaves behind stays, on a branch
+        that is named after this one and the operation (main-until-57); so the two lines are a fork that all can see.
+
+        Waits for what commit_async() took, as commit() does. Raises RefNotFound, Expired, BadName, NotPublished;
+        Conflict if a tag has the branch's name.
+        """
+        check_words(message, self.author)
+        self.flush()
+        found: list[tuple[str, Entry | None, int]] = []
+
+        def make(root: Root, transaction: key.Transaction) -> Root:
+            refs = Refs(self._shelf, root)
+            name = check_name(root.default if branch in (HEAD, "@") else branch)
+            head = root.branches.get(name)
+            if head is None:
+                check_no_tag(name, refs.tags())
+            start = refs.entry(head) if head is not None else None
+            branches = dict(root.branches)
+            moves: list[tuple[str, tuple[str, str | None, str | None]]] = []
+            if at is not None:
+                start = promised(refs.resolve(at).entry)
+                if start.new != head:
+                    moves.append(("branch" if head is None else "reset", (name, head, start.new)))
+                    if head is not None and not refs.descends(start, head):
+                        kept = check_name(f"{name[:100]}-until-{root.sequence + 1}")
+                        check_no_tag(kept, refs.tags())
+                        if kept in branches:
+                            raise Conflict(f"the branch {kept!r} exists: give it another name, and claim again")
+                        branches[kept] = head
+                        moves.insert(0, ("branch", (kept, None, head)))
+                    branches[name] = version_of(start).id
+            now, sequence = time.time_ns() // 1000, root.sequence + 1
+            found[:] = [(name, start, sequence)]
+            moves.append((CLAIM, (name, head, None if start is None else start.new)))
+            entries = [Entry(op, sequence, now, self.author, *names, message) for op, names in moves]
+            return root.next(tail=(*root.tail, *entries), branches=branches, writers={**root.writers, name: sequence})
+
+        self._change(make)
+        ((name, start, sequence),) = found
+        self._epochs[name] = sequence
+        self._remember(name, None if start is None else start.new)
+        return None if start is None else version_of(start)
 
     def _made_behind(self) -> "tuple[Publisher, Arenas]":
         from weightvc.publisher import Publisher

@@ -177,8 +177,8 @@ class Repository(Publishing, Retention, Recovery):
         "small"; "fast", for readers to apply it several times as fast, at half as many bytes again; or "auto", fast
         only where that costs next to nothing. `name` and `exclude` are for files.
 
-        Raises Refused (and its kinds), BranchMoved, StateUnknown, StoreError. Whatever is raised, the branch reads
-        as before, or (StateUnknown) perhaps as after.
+        Raises Refused (and its kinds), BranchMoved, Fenced (after another's claim()), StateUnknown, StoreError.
+        Whatever is raised, the branch reads as before, or (StateUnknown) perhaps as after.
         """
         from weightvc.sources import open_source
 
@@ -231,6 +231,7 @@ class Repository(Publishing, Retention, Recovery):
             if branch is not None:
                 target = check_name(root.default if branch == HEAD else branch)
                 head = root.branches.get(target)
+                epoch = self._epoch(root, target)
                 wanted = self._wanted(refs, target, head, expect)
                 if head != wanted:
                     if expect is not None or not (rebase or self._is_own(target, head)):
@@ -241,7 +242,7 @@ class Repository(Publishing, Retention, Recovery):
                     check_no_tag(target, refs.tags())
                 first = [refs.entry(head)] if head is not None else []
             else:
-                target, wanted, first = None, None, []
+                target, wanted, epoch, first = None, None, None, []
             entries = first + [refs.resolve(parent).entry for parent in parents]
             transaction = key.Transaction(root.sequence)
             with ExitStack() as stack:
@@ -276,7 +277,9 @@ class Repository(Publishing, Retention, Recovery):
                     head=wanted,
                 )
                 try:
-                    entry, self._seen = commit.publish(self._shelf, entry, transaction, seen, expected=wanted)
+                    entry, self._seen = commit.publish(
+                        self._shelf, entry, transaction, seen, expected=wanted, epoch=epoch
+                    )
                 except BranchMoved as error:
                     assert target is not None
                     if expect is not None or not (rebase or self._is_own(target, error.head)):

@@ -402,6 +402,19 @@ def make_compacted(golden: Golden) -> None:
         repository.compact(base_every=8, share=10_000, reverse=True, save=True)
 
 
+def make_claims(golden: Golden) -> None:
+    """A branch that was claimed, and claimed again at an older version; one that was claimed and has no version."""
+    repository = golden.repository
+    weights: Weights = {("", "w"): normal("BF16", 300, 0)}
+    repository.claim()
+    for step in range(4):
+        golden.commit(weights, step=step)
+        weights["", "w"] = stepped(weights["", "w"], 0.2, 1, step)
+    repository.claim(at="main@{step=1}", message="resumed from the checkpoint of step 1")
+    golden.commit(weights, step=2, message="another step 2")
+    repository.claim("exp")
+
+
 def make_fresh(golden: Golden) -> None:
     """A repository without a version."""
 

@@ -183,6 +183,12 @@ def test_only_keys_of_the_right_kind_are_taken_as_keys(victim: str) -> None:
             root.decode(encoded(frame.ROOT, {**ROOT, **changed}), "the object")
 
 
+@pytest.mark.parametrize("junk", [None, [], "main", 5, {"main": None}, {"main": 0}, {"main": "5"}, {"main": True}])
+def test_writers_of_nonsense_are_corrupt(junk: Any) -> None:
+    with pytest.raises(Corrupt, match="the object"):
+        root.decode(encoded(frame.ROOT, {**ROOT, "writers": junk}), "the object")
+
+
 def test_half_of_a_surrogate_pair_is_corrupt_in_any_field() -> None:
     # It could be read, but not written again: no branch could ever move.
     for changed in ({"later": "\ud800"}, {"probe": {"\udfff": 1}}, {"tail": [{**MOVE, "later": ["\ud800"]}]}):

@@ -22,6 +22,8 @@ TAIL: Final = 64
 COMMIT: Final = "commit"
 EXPIRED: Final = "expired"
 """What the entry of a commit becomes once retention has let its version go: the record stays, no key does."""
+CLAIM: Final = "claim"
+"""A writer has claimed a branch, which stays where it is."""
 _MOVE: Final = ["op", "seq", "name", "old", "new", "time", "author", "message"]
 _OWN: Final = {
     COMMIT: frozenset(

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from weightvc.errors import Corrupt, Unsupported
@@ -39,6 +39,8 @@ class Root:
     """Key of the collector's page, if there is one."""
     retention: Mapping[str, Any] | None = None
     """The policy that `expire` goes by, if one is kept."""
+    writers: Mapping[str, int] = field(default_factory=dict)
+    """By branch that was claimed, the epoch of who may write it: the sequence number of the root in which it was."""
 
     @property
     def write(self) -> str:
@@ -79,7 +81,7 @@ def first(default: str, now: int, probe: Mapping[str, Any]) -> Root:
 def encode(root: Root) -> bytes:
     """The root as a stored object. Raises Refused if it is larger than readers accept."""
     # Fields that came later stand there only if they say something.
-    later = {"collector": root.collector, "retention": root.retention}
+    later = {"collector": root.collector, "retention": root.retention, "writers": dict(root.writers) or None}
     return frame.encode(
         frame.ROOT,
         {
@@ -117,6 +119,7 @@ _OWN: Final = frozenset(
         "tags",
         "tail",
         "weightvc",
+        "writers",
     ]
 )
 
@@ -150,6 +153,10 @@ def decode(data: frame.Buffer, what: str) -> Root:
             extra={name: value for name, value in head.items() if name not in _OWN},
             collector=None if head.get("collector") is None else key.checked(head["collector"], "page"),
             retention=None if head.get("retention") is None else expect.mapping(head["retention"], "retention"),
+            writers={
+                expect.text(name, "a name"): expect.integer(epoch, "an epoch", 1)
+                for name, epoch in expect.mapping(head.get("writers", {}), "writers").items()
+            },
         )
     except Unsupported:
         raise

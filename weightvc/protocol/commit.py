@@ -19,7 +19,7 @@ from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Edge, Version
 from weightvc.protocol import coder, parallel, state, swap
-from weightvc.protocol.refs import Refs, moved
+from weightvc.protocol.refs import Refs, check_epoch, moved
 from weightvc.protocol.shelf import Shelf
 from weightvc.sources.base import Source
 from weightvc.stores.base import MISSING
@@ -473,12 +473,19 @@ def _layout(
 
 
 def publish(
-    shelf: Shelf, entry: Entry, transaction: key.Transaction, seen: swap.Seen | None, *, expected: str | None
+    shelf: Shelf,
+    entry: Entry,
+    transaction: key.Transaction,
+    seen: swap.Seen | None,
+    *,
+    expected: str | None,
+    epoch: int | None,
 ) -> tuple[Entry, swap.Seen]:
     """Swap the root so that it catalogues `entry`, and its branch (if it has one) has it as head. Returns the entry
     as it stands there, and the root.
 
-    Raises BranchMoved if the branch's head is not `expected`; the versions of other branches may come and go.
+    Raises Fenced if the branch is claimed by another writer than the one with this epoch, BranchMoved if its head is
+    not `expected`; the versions of other branches may come and go.
     """
     placed = entry
 
@@ -493,6 +500,7 @@ def publish(
             if edge.source is not None and (source is None or source.place is None):
                 raise Expired(f"version {edge.source[:12]} has expired meanwhile: commit against another one")
         if entry.name is not None:
+            check_epoch(shelf, root, entry.name, epoch)
             head = root.branches.get(entry.name)
             if head != expected:
                 raise moved(entry.name, expected, head)

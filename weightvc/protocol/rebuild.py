@@ -13,6 +13,8 @@ than that of any root that there can have been, so whoever began before is refus
 are known from keys, copies and entries, all but the newest: a root that is replaced without an upload adds an entry
 to the tail, and some 70 of them are followed by a segment, which is one. JUMP is far more than that.
 
+Who has claimed a branch is not known for sure either, so nobody has: trainers are refused until they claim it again.
+
 What the old root was, is kept under lost/. All uploads come before the one write that publishes.
 """
 
@@ -196,7 +198,7 @@ class _Builder:
         operations = self._operations
         tail = operations[-swap.RECENT :]
         new = self._new(page, tail, ())
-        if len(roots.encode(replace(new, branches={}))) > roots.LIMIT:
+        if len(roots.encode(replace(new, branches={}, writers={}))) > roots.LIMIT:
             tail = operations[-1:]
         rest = operations[: len(operations) - len(tail)]
         segments: list[SegmentRef] = []
@@ -349,6 +351,8 @@ class _Builder:
             segments=tuple(segments),
             ring=(self._write,),
             collector=None,
+            # The copy may tell of an older epoch than the last: a trainer that was fenced off could write again.
+            writers={},
         )
 
 

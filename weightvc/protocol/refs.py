@@ -8,14 +8,16 @@ REF~n           the nth first parent
 HEAD, @         the default branch
 """
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final
 
-from weightvc.errors import BadName, BranchMoved, Corrupt, Expired, RefNotFound
+from weightvc.errors import BadName, BranchMoved, Corrupt, Expired, Fenced, RefNotFound, WeightvcError
 from weightvc.objects import frame
-from weightvc.objects.catalogue import COMMIT, EXPIRED, Catalogue, Entry
+from weightvc.objects.catalogue import CLAIM, COMMIT, EXPIRED, Catalogue, Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version
 from weightvc.protocol.shelf import Shelf
@@ -266,6 +268,22 @@ def _ids(named: Any, what: str) -> dict[str, str]:
 def encode_tags(tags: dict[str, str], deleted: dict[str, str]) -> bytes:
     """The page of tags as a stored object."""
     return frame.encode(frame.PAGE, {"deleted": deleted, "tags": tags, "weightvc": "tags 1"})
+
+
+def check_epoch(shelf: Shelf, root: Root, branch: str, epoch: int | None) -> None:
+    """Raise Fenced unless the branch is claimed by the writer with this epoch (None: by nobody)."""
+    claimed, by = root.writers.get(branch), ""
+    if claimed == epoch:
+        return
+    if claimed is None:
+        why = "nobody holds it any more (it was deleted, or the root was rebuilt): claim() it again to go on"
+    else:
+        # Found near the end, if at all: what cannot be read must not be in the way of saying no.
+        with contextlib.suppress(WeightvcError):
+            recent = takewhile(lambda entry: entry.sequence >= claimed, shelf.catalogue(root))
+            by = next((f" by {e.author}" for e in recent if e.op == CLAIM and e.sequence == claimed), "")
+        why = f"it was claimed{by}, in operation {claimed}, and is written by that process now: end this one"
+    raise Fenced(f"the branch {branch!r} is not ours to write: {why}", branch=branch, epoch=epoch, claimed=claimed)
 
 
 _AGAIN: Final = "commit on top with --rebase (on_conflict='rebase', no expect), or load it or check it out first"

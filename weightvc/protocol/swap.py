@@ -165,7 +165,7 @@ def _swap(store: Store, seen: Seen, new: Root) -> Seen | None:
 def _spilled(shelf: Shelf, root: Root, transaction: key.Transaction) -> Root:
     """The root with its tail moved into a segment, if it has grown too long."""
     # Branches stay in the root whatever is done, so only the rest is weighed.
-    large = len(roots.encode(replace(root, branches={}))) > roots.LIMIT
+    large = len(roots.encode(replace(root, branches={}, writers={}))) > roots.LIMIT
     recent = 1 if large else RECENT
     if len(root.tail) <= recent or (len(root.tail) < TAIL + RECENT and not large):
         return root
