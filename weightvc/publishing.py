@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weightvc.publisher import Publisher, WhenFull
     from weightvc.sources.base import Source
     from weightvc.sources.snapshot import Arenas
+    from weightvc.writer import Writer
 
 Labels = tuple[str, int | None, str | None, Mapping[str, Any] | None]
 """Message, step, run and metadata."""
@@ -118,6 +119,58 @@ class Publishing(History):
 
         label = f"a commit to {branch}" if step is None else f"step {step}"
         return publisher.submit(label, take, commit, queue=queue, when_full=when_full)
+
+    def writer(
+        self,
+        branch: str = HEAD,
+        *,
+        message: str = "",
+        step: int | None = None,
+        run: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        dtype: Any = None,
+        on_conflict: Literal["raise", "rebase"] = "raise",
+        base: bool = False,
+        codec: Literal["small", "fast", "auto"] = "small",
+    ) -> "Writer":
+        """A context in which a version's tensors are added one by one, for who never has all of them at once:
+
+            with repository.writer("main", step=n) as out:
+                for name, tensor in export():
+                    out.add(name, tensor)
+
+        At the end of the block they are committed, as commit() does it, and `out.version` is the version. If the
+        block ends in an error, nothing is published. Tensors may come in any order; a name that comes twice is
+        refused. Arguments are those of commit().
+
+        Raises Refused, Fenced, NotPublished (as commit() does) at once, and at the end of the block what commit()
+        raises.
+        """
+        from weightvc.writer import Writer
+
+        labels = self._labels(message, step, run, metadata)
+        check_choices(on_conflict, codec)
+        self.flush()
+        root = self.refresh()
+        # Who is fenced off hears of it before he has exported everything.
+        self._epoch(root, check_name(root.default if branch == HEAD else branch))
+
+        def commit(source: "Source") -> Version:
+            self.flush()
+            return self._commit(
+                source,
+                branch=branch,
+                expect=None,
+                parents=(),
+                rebase=on_conflict == "rebase",
+                base=base,
+                codec=codec,
+                labels=labels,
+                castable=dtype is None,
+            )
+
+        cache = self._shelf.cache
+        return Writer(commit, directory=None if cache is None else cache.directory, dtype=dtype)
 
     def flush(self) -> None:
         """Wait until all commits that were made with commit_async() are published.

@@ -78,7 +78,7 @@ def open_tensors(tensors: Mapping[str, Any], where: str = "the mapping") -> "Mem
     held: list[Any] = []
     lying = bytearray()
     faults: list[str] = []
-    _check_components(components, where)
+    check_components(components, where)
     with collector_paused():
         for component, values in sorted(components.items()):
             if nested and not values:
@@ -148,7 +148,7 @@ def _made(look: _Look, values: list[Any], faults: list[str]) -> _Made:
     return made
 
 
-def _check_components(components: Mapping[str, Any], where: str) -> None:
+def check_components(components: Mapping[str, Any], where: str) -> None:
     """Refuse components that could be committed and never be checked out."""
     for component in components:
         if type(component) is not str:
