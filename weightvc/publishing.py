@@ -18,9 +18,12 @@ from weightvc.protocol.refs import Refs, check_name, promised
 
 if TYPE_CHECKING:
     from weightvc.publisher import Publisher, WhenFull
+    from weightvc.ranks import Ranks
+    from weightvc.sharding import Sharding
     from weightvc.sources.base import Source
+    from weightvc.sources.shards import Shards
     from weightvc.sources.snapshot import Arenas
-    from weightvc.writer import Writer
+    from weightvc.writer import Added, Writer
 
 Labels = tuple[str, int | None, str | None, Mapping[str, Any] | None]
 """Message, step, run and metadata."""
@@ -31,6 +34,7 @@ class Publishing(History):
     """Commits that are made behind the caller."""
 
     _behind: "tuple[Publisher, Arenas] | None" = None
+    _sharding: "Sharding | None" = None
 
     def _commit(
         self,
@@ -132,6 +136,7 @@ class Publishing(History):
         on_conflict: Literal["raise", "rebase"] = "raise",
         base: bool = False,
         codec: Literal["small", "fast", "auto"] = "small",
+        ranks: Any = None,
     ) -> "Writer":
         """A context in which a version's tensors are added one by one, for who never has all of them at once:
 
@@ -143,19 +148,41 @@ class Publishing(History):
         block ends in an error, nothing is published. Tensors may come in any order; a name that comes twice is
         refused. Arguments are those of commit().
 
-        Raises Refused, Fenced, NotPublished (as commit() does) at once, and at the end of the block what commit()
-        raises.
+        With `ranks` (as of commit_sharded()), all ranks have such a block, and add different tensors, or different
+        parts of them; at the end, where all have to come, it is committed as commit_sharded() does it, and a tensor
+        or part that two ranks added is refused. Where the block of one ends in an error, those of the others do too.
+
+        Raises Refused, and without ranks Fenced and NotPublished (as commit() does), at once; at the end of the block
+        what commit() or commit_sharded() raises.
         """
         from weightvc.writer import Writer
 
         labels = self._labels(message, step, run, metadata)
         check_choices(on_conflict, codec)
+        if branch != HEAD:
+            check_name(branch)
+        cache = self._shelf.cache
+        directory = None if cache is None else cache.directory
+        if ranks is not None:
+            from weightvc.ranks import open_ranks
+
+            if on_conflict != "raise":
+                raise Refused("on_conflict is not for ranks: see what moved the branch, and add all again")
+            opened = open_ranks(ranks)
+
+            def together(added: "Callable[[], Added]") -> Version:
+                return self._commit_shards(
+                    added, opened, branch=branch, labels=labels, base=base, codec=codec, replicas=False
+                )
+
+            return Writer(together, directory=directory, dtype=dtype, apart=True)
         self.flush()
         root = self.refresh()
         # Who is fenced off hears of it before he has exported everything.
         self._epoch(root, check_name(root.default if branch == HEAD else branch))
 
-        def commit(source: "Source") -> Version:
+        def commit(added: "Callable[[], Added]") -> Version:
+            source = added()
             self.flush()
             return self._commit(
                 source,
@@ -169,8 +196,83 @@ class Publishing(History):
                 castable=dtype is None,
             )
 
-        cache = self._shelf.cache
-        return Writer(commit, directory=None if cache is None else cache.directory, dtype=dtype)
+        return Writer(commit, directory=directory, dtype=dtype, apart=False)
+
+    def commit_sharded(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        ranks: Any = None,
+        branch: str = HEAD,
+        message: str = "",
+        step: int | None = None,
+        run: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        dtype: Any = None,
+        base: bool = False,
+        codec: Literal["small", "fast", "auto"] = "small",
+    ) -> Version:
+        """Commit a model that lies on many ranks, as one version, which each of them returns. All call it, at once.
+
+        `tensors` is what this rank has by name, such as its state_dict(): DTensors, and plain tensors, which are on
+        one rank, or the same on several. `ranks` is a process group of torch.distributed that can move bytes between
+        CPUs (gloo), None for the default one, or a weightvc.ranks.Ranks of your own. Each rank opens the repository
+        for itself. The other arguments are those of commit(), and rank 0's count. Do not change the tensors before
+        it returns.
+
+        Each rank reads, hashes, diffs and uploads its own part; rank 0 publishes once all have. The version is that
+        of the whole model: its tree is what commit() makes of the gathered tensors. A rank keeps its part of the last
+        version in main memory, to compare the next one with; while one is made, both.
+
+        If a rank fails, it raises its own error, and the others NotPublished; if one dies, the others raise what
+        `ranks` raises then. No version is published, unless rank 0 fails or dies in the last step, which publishes.
+        Raises BadTensor also where ranks differ about a tensor, or a part of it is nowhere, or is twice.
+        """
+        from weightvc.ranks import open_ranks
+        from weightvc.sources.shards import Shards, open_shards
+
+        check_choices("raise", codec)
+        if branch != HEAD:
+            check_name(branch)
+        labels = self._labels(message, step, run, metadata)
+
+        def opened() -> Shards:
+            return open_shards(tensors, dtype)
+
+        return self._commit_shards(
+            opened, open_ranks(ranks), branch=branch, labels=labels, base=base, codec=codec, replicas=True
+        )
+
+    def _commit_shards(
+        self,
+        shards: "Callable[[], Shards | Added]",
+        ranks: "Ranks",
+        *,
+        branch: str,
+        labels: Labels,
+        base: bool,
+        codec: str,
+        replicas: bool,
+    ) -> Version:
+        from weightvc.protocol.commit import Labels as Said
+        from weightvc.sharding import Sharding
+
+        def opened() -> "Shards | Added":
+            self.flush()
+            return shards()
+
+        if self._sharding is None:
+            self._sharding = Sharding()
+        return self._sharding.commit(
+            self,
+            opened,
+            ranks,
+            branch=branch,
+            labels=Said(*labels, self.author),
+            base=base,
+            codec=codec,
+            replicas=replicas,
+        )
 
     def flush(self) -> None:
         """Wait until all commits that were made with commit_async() are published.

@@ -1,17 +1,21 @@
 """The writer: one version whose tensors come one after the other, in any order, and may be forgotten once added."""
 
+import contextlib
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from weightvc.errors import BadTensor, Refused, StoreError
+from weightvc.objects import dtypes
 from weightvc.objects.version import Version
 from weightvc.protocol.spool import Reader, Spool
-from weightvc.sources.base import Layout, Source, TensorInfo
+from weightvc.sources.base import Layout, TensorInfo
 from weightvc.sources.cast import cast, target
 from weightvc.sources.header import shown
 from weightvc.sources.memory import check_components, open_tensors
+from weightvc.sources.shards import Box, Offered
 
 
 class Writer:
@@ -21,77 +25,123 @@ class Writer:
     where temporary files go.
     """
 
-    def __init__(self, commit: Callable[[Source], Version], *, directory: Path | None, dtype: Any) -> None:
-        """`commit` makes the version of a source; `directory` is where the file lies. Raises Refused for `dtype`."""
+    def __init__(
+        self,
+        commit: Callable[[Callable[[], "Added"]], Version],
+        *,
+        directory: Path | None,
+        dtype: Any,
+        apart: bool,
+    ) -> None:
+        """`commit` makes the version of what it is given to call, which raises what ended the block; `directory` is
+        where the file lies; `apart` says that there may be parts of tensors. Raises Refused for `dtype`."""
         if dtype is not None:
             target(dtype)
         self.version: Version | None = None
         """The version, once it is published."""
         self._commit = commit
         self._dtype = dtype
-        self._kept: dict[tuple[str, str], tuple[TensorInfo, Reader | None]] = {}
+        self._apart = apart
+        self._kept: dict[tuple[str, str, Box], tuple[TensorInfo, Reader | None]] = {}
         self._spool = Spool(directory)
         self._over = False
         self._lock = threading.Lock()
 
-    def add(self, name: str, tensor: Any, component: str = "") -> None:
+    def add(
+        self,
+        name: str,
+        tensor: Any,
+        component: str = "",
+        *,
+        shape: Sequence[int] | None = None,
+        at: Sequence[int] | None = None,
+    ) -> None:
         """Add a copy of a torch tensor or numpy array, which may change then. Threads may add at once.
 
-        Raises BadTensor for what cannot be kept, and for a name that was added before; Refused once the block is
-        over; StoreError where there is no space.
+        With ranks, it may be a part of a tensor: of the one of this `shape`, from the element `at` on, in each
+        dimension. Raises BadTensor for what cannot be kept, and for a name (or a part) that was added before; Refused
+        once the block is over; StoreError where there is no space.
         """
         opened = open_tensors({component: {name: tensor}} if component else {name: tensor}, f"add({name!r:.200})")
         source = opened if self._dtype is None else cast(opened, self._dtype)
-        (info,) = source.tensors
+        (part,) = source.tensors
+        info, box = self._placed(part, shape, at)
         with self._lock:
             if self._over:
                 raise Refused(f"tensor {shown(name)} was added after the end of its block: nothing is kept of it")
-            if (component, name) in self._kept:
+            if (component, name, box) in self._kept:
                 where = f" of component {component!r}" if component else ""
                 raise BadTensor(f"tensor {shown(name)}{where} was added twice: add each once")
-            self._kept[component, name] = info, None
+            self._kept[component, name, box] = info, None
         try:
-            reader = self._spool.keep(source.read(0, 0, info.nbytes))
+            reader = self._spool.keep(source.read(0, 0, part.nbytes))
         except OSError as error:
             raise StoreError(f"tensor {shown(name)} could not be kept: {error}: make space, or set TMPDIR") from error
-        self._kept[component, name] = info, reader
+        self._kept[component, name, box] = info, reader
+
+    def _placed(
+        self, part: TensorInfo, shape: Sequence[int] | None, at: Sequence[int] | None
+    ) -> tuple[TensorInfo, Box]:
+        """The whole tensor that a part belongs to, and where."""
+        if shape is None and at is None:
+            return part, tuple((0, extent) for extent in part.shape)
+        whole = tuple(map(operator.index, shape or ()))
+        first = tuple(map(operator.index, at or ()))
+        what = f"tensor {shown(part.name)}: a part of shape {list(part.shape)} at {list(first)} of {list(whole)}"
+        if not self._apart:
+            raise Refused(f"{what}: parts are for a writer with ranks: add whole tensors, or give ranks=")
+        if not len(whole) == len(first) == len(part.shape):
+            raise BadTensor(f"{what}: give shape and at, a number for each dimension")
+        box = tuple((start, start + extent) for start, extent in zip(first, part.shape, strict=True))
+        if any(not 0 <= start <= stop <= extent for (start, stop), extent in zip(box, whole, strict=True)):
+            raise BadTensor(f"{what} does not lie in it")
+        return part._replace(shape=whole, nbytes=dtypes.nbytes(part.dtype, whole)), box
 
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         with self._lock:
             self._over = True
         try:
-            if kind is None:
-                self.version = self._commit(self._source())
+            if error is None:
+                self.version = self._commit(self._added)
+            elif self._apart and isinstance(error, Exception):
+                # The other ranks wait for this one. Whatever they say, this is what the caller is to hear of.
+                with contextlib.suppress(Exception):
+                    self._commit(lambda: self._raise(error))
         finally:
             self._spool.close()
 
-    def _source(self) -> "_Added":
-        if not self._kept:
+    def _raise(self, error: Exception) -> NoReturn:
+        raise error
+
+    def _added(self) -> "Added":
+        if not self._kept and not self._apart:
             raise Refused("nothing was added: a version without tensors is made by commit({})")
-        check_components({component: None for component, _ in self._kept}, "the writer")
-        tensors: list[TensorInfo] = []
+        check_components({component: None for component, _, _ in self._kept}, "the writer")
+        offered: list[Offered] = []
         readers: list[Reader] = []
-        for info, reader in (self._kept[name] for name in sorted(self._kept)):
+        for name in sorted(self._kept):
+            info, reader = self._kept[name]
             if reader is None:
                 raise Refused(f"tensor {shown(info.name)} was not added whole: see the error that add() raised")
-            tensors.append(info)
+            offered.append(Offered(info, name[2]))
             readers.append(reader)
-        return _Added(tensors, readers)
+        return Added(offered, readers)
 
 
-class _Added:
-    """What was added, as a source."""
+class Added:
+    """What was added, as a source, and as what a rank has."""
 
-    def __init__(self, tensors: Sequence[TensorInfo], readers: Sequence[Reader]) -> None:
-        self.tensors = tensors
+    def __init__(self, offered: Sequence[Offered], readers: Sequence[Reader]) -> None:
+        self.offered = offered
+        self.tensors: Sequence[TensorInfo] = [tensor for tensor, _ in offered]
         self.layout: Layout | None = None
         self._readers = readers
 
     def read(self, index: int, start: int, stop: int) -> memoryview | bytes:
-        """Canonical bytes [start, stop) of `tensors[index]`."""
+        """Canonical bytes [start, stop) of what was added as number `index`, in order of names."""
         data = self._readers[index](start, stop)
         return data if isinstance(data, memoryview) else bytes(data)
 

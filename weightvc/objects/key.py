@@ -81,15 +81,17 @@ def copy(sequence: int, write: str) -> str:
 class Transaction:
     """Makes the names of one transaction's objects."""
 
-    def __init__(self, begin: int) -> None:
+    def __init__(self, begin: int, ident: str | None = None, *, number: int = 0, step: int = 1) -> None:
+        """Processes share one by its `ident`: each counts from a `number` of its own, in the same steps."""
         self.begin = begin
-        self.id = secrets.token_hex(16)
-        self._next = 0
+        self.id = secrets.token_hex(16) if ident is None else ident
+        self._next = number
+        self._step = step
         self._lock = threading.Lock()
 
     def key(self, kind: str, data: frame.Buffer) -> str:
         """A fresh key for `data`."""
         with self._lock:
             number = self._next
-            self._next += 1
+            self._next += self._step
         return f"{kind}/{frame.digest(data).hex()}.{self.begin}-{self.id}-{number}"

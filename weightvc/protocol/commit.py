@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
 from weightvc.errors import BadFile, Corrupt, Expired
 from weightvc.objects import catalogue, dtypes, frame, key, layout, manifest, version
@@ -77,6 +77,19 @@ class Packer:
         self._held.append(payload)
         self._size += len(payload)
 
+    def add_pack(self, blocks: "Sequence[Coded]", name: str, nbytes: int) -> None:
+        """Append blocks whose payloads somebody has put into a pack."""
+        if self._size:
+            self._flush()
+        for block in blocks:
+            self.stream.counts.append(block.chunks)
+            self.stream.codecs.append(block.codec)
+            self.stream.lengths.append(block.length)
+            self.stream.checks.append(block.check)
+        there: Future[str] = Future()
+        there.set_result(name)
+        self._packs.append((there, nbytes))
+
     def _flush(self) -> None:
         # At most two packs wait for the network: memory stays flat however slow it is.
         if len(self._packs) >= 2:
@@ -100,8 +113,43 @@ class Packer:
         return self.stream.seal()
 
 
+class Coded(NamedTuple):
+    """A block of a stream, without its payload."""
+
+    chunks: int
+    codec: int
+    length: int
+    check: int
+
+
+class Maker(Protocol):
+    """What turns a source into uploaded streams: a Build, or all ranks of a job."""
+
+    def run(self) -> tuple[Tree, Stream | None, Patch | None]:
+        """The tree, its base and its patch; all packs are uploaded."""
+        ...
+
+
+class Keeper(Protocol):
+    """Where the weights that are committed are kept, to be the baseline of the next commit."""
+
+    def write(self, at: int, data: frame.Buffer) -> None:
+        """Keep bytes of the canonical stream."""
+        ...
+
+    def commit(self, digest: str) -> None:
+        """The version is published: the tree has this digest."""
+        ...
+
+    def drop(self) -> None:
+        """It is not."""
+        ...
+
+
 @dataclass(slots=True)
-class _Block:
+class Block:
+    """A block as it was encoded: chunks [low, high)."""
+
     low: int
     high: int
     digests: bytes
@@ -127,7 +175,9 @@ class Build:
         base: bool,
         codec: str,
         progress: Progress | None,
+        keep: Keeper | None = None,
     ) -> None:
+        """`keep` is where the new weights are kept, if not in the cache."""
         self._shelf = shelf
         self._input = source
         self._schema = schema
@@ -138,7 +188,7 @@ class Build:
         self._moved: dict[int, int] = {}
         self._coder = coder.Coder(codec)
         self._map: list[int] | None = None
-        self._keep = shelf.cache.write_tree(schema) if shelf.cache is not None else None
+        self._keep = keep or (shelf.cache.write_tree(schema) if shelf.cache is not None else None)
         self.changed = 0
         self.changed_float32 = 0
         self.unread: list[str] = []
@@ -172,14 +222,12 @@ class Build:
             patch = Packer(self._shelf, self._transaction, uploads) if self._parent is not None else None
             base = Packer(self._shelf, self._transaction, uploads) if self._base else None
             if self._parent is not None and self._coder.learns(schema.nbytes):
-                # A sixteenth of what is there, to make the tables from; of small trees more, of large ones less.
                 from weightvc_kernels import context
 
-                stride = context.stride_of(schema.nbytes)
-                every = max(1, min(context.STRIDE, len(blocks) // context.STRIDE), len(blocks) // BLOCKS)
-                whole = set(blocks[::every])
-                sampled = parallel.ordered(pool, lambda run: self._sample(run, whole, stride), runs, 64)
-                self._coder.learn(sampled)
+                # A sixteenth of what is there, to make the tables from; of small trees more, of large ones less.
+                whole, stride = sampled(blocks), context.stride_of(schema.nbytes)
+                samples = parallel.ordered(pool, lambda run: self._sample(run, whole, stride), runs, 64)
+                self._coder.learn(samples)
             for block in chain.from_iterable(parallel.ordered(pool, self._encode, runs, window)):
                 count = block.high - block.low
                 digests.append(block.digests)
@@ -214,7 +262,7 @@ class Build:
         if self._keep is not None:
             self._keep.commit(made.tree)
 
-    def _encode(self, run: list[tuple[int, int]]) -> list[_Block]:
+    def _encode(self, run: list[tuple[int, int]]) -> list[Block]:
         import weightvc_kernels as kernels
 
         low, high = run[0][0], run[-1][1]
@@ -229,14 +277,14 @@ class Build:
         joined, view = frame.digests(new, cuts), memoryview(new)
         dtype = schema.tensors[schema.tensor_of(low)].dtype
         lane = dtypes.lane(dtype)
-        made: list[_Block] = []
+        made: list[Block] = []
         for a, b in run:
             data = view[cuts[a - low] : cuts[b - low]]
             base = kernels.encode_whole(data, lane) if self._base else None
-            made.append(_Block(a, b, joined[32 * (a - low) : 32 * (b - low)], manifest.SAME, b"", 0, 0, 0, base))
+            made.append(Block(a, b, joined[32 * (a - low) : 32 * (b - low)], manifest.SAME, b"", 0, 0, 0, base))
         differ = [] if self._parent is None else [block for block in made if self._differs(block)]
         pairs: list[tuple[frame.Buffer, frame.Buffer]] = []
-        coded: list[_Block] = []
+        coded: list[Block] = []
         for block, old in zip(differ, self._olds(differ), strict=True):
             data = view[cuts[block.low - low] : cuts[block.high - low]]
             if old is None:
@@ -254,14 +302,14 @@ class Build:
             block.changed_float32 = block.changed if dtype == "F32" else 0
         return made
 
-    def _differs(self, block: _Block) -> bool:
+    def _differs(self, block: Block) -> bool:
         """Whether the parent has other bytes there, or none."""
         assert self._parent is not None
         source = self._source(block.low)
         end = source + block.high - block.low
         return source < 0 or block.digests != self._parent.tree.digests[32 * source : 32 * end]
 
-    def _olds(self, blocks: list[_Block]) -> list[frame.Buffer | None]:
+    def _olds(self, blocks: list[Block]) -> list[frame.Buffer | None]:
         """The parent's bytes of each block; None where it has none, or where they cannot be read."""
         out: list[frame.Buffer | None] = []
         while blocks:
@@ -274,7 +322,7 @@ class Build:
             blocks = blocks[count:]
         return out
 
-    def _old(self, blocks: list[_Block], first: int, end: int) -> list[frame.Buffer | None]:
+    def _old(self, blocks: list[Block], first: int, end: int) -> list[frame.Buffer | None]:
         """The same of blocks that are side by side there too, as chunks [first, end)."""
         assert self._parent is not None
         try:
@@ -349,6 +397,13 @@ class Build:
         return low if self._map is None else self._map[low]
 
 
+def sampled(blocks: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """A sixteenth of the blocks that are there, to make the tables from; of small trees more."""
+    from weightvc_kernels import context
+
+    return set(blocks[:: max(1, min(context.STRIDE, len(blocks) // context.STRIDE), len(blocks) // BLOCKS)])
+
+
 def outgrown(refs: Refs, parent: Baseline, schema: Schema) -> bool:
     """Whether the schema changes, and has changed often since the last base: a base is due then.
 
@@ -398,7 +453,7 @@ def _renamed(old: Tree, new: Schema, source: Source) -> dict[int, int]:
 
 def upload(
     shelf: Shelf,
-    build: Build,
+    build: Maker,
     source: Source,
     transaction: key.Transaction,
     *,

@@ -131,7 +131,7 @@ def _made(look: _Look, values: list[Any], faults: list[str]) -> _Made:
     if not plain:
         # Another look at each, and a fault for what cannot be kept.
         for i, (name, value) in enumerate(zip(names, values, strict=True)):
-            fault = _name_fault(name) or tensor_fault(value)
+            fault = name_fault(name) or tensor_fault(value)
             if fault:
                 prefix = f"component {component!r}, " if component else ""
                 faults.append(f"{prefix}{shown(name) if type(name) is str else repr(name)}: {fault}")
@@ -333,7 +333,8 @@ def is_torch(value: Any) -> bool:
     return torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor)
 
 
-def _name_fault(name: Any) -> str:
+def name_fault(name: Any) -> str:
+    """Why `name` cannot name a tensor, with the mend; "" if it can."""
     if type(name) is not str:
         return f"a name of type {type(name).__name__}: use str"
     if name == METADATA:
