@@ -1,0 +1,127 @@
+"""Hooks, in the libraries that call them."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weightvc
+from weightvc import hooks
+from weightvc.errors import BadTensor, Fenced, NotPublished, Refused, Unavailable
+from weightvc.repository import Repository
+
+
+@pytest.fixture
+def repository(request: pytest.FixtureRequest) -> Repository:
+    return weightvc.init(f"memory://{request.node.name}", cache=None)
+
+
+def trained(repository: Repository, source: Any, steps: int, **more: Any) -> list[dict[str, Any]]:
+    """Steps of an optimizer with the hook; the weights after each."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    handle = hooks.post_step(optimizer, repository, model if source == "module" else source(model), **more)
+    out = []
+    for _ in range(steps):
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append({name: value.clone() for name, value in model.state_dict().items()})
+    handle.remove()
+    model(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+    repository.flush()
+    return out
+
+
+def test_each_step_of_an_optimizer_is_a_version(repository):
+    expected = trained(repository, "module", 4, first=7)
+    assert [version.step for version in repository.log()] == [10, 9, 8, 7]
+    for step, weights in enumerate(expected, 7):
+        loaded = repository.load(f"main@{{step={step}}}")
+        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+
+
+def test_some_steps_of_what_a_function_gives(repository):
+    expected = trained(repository, lambda model: lambda: {"served": model.weight}, 5, every=2, dtype="bfloat16")
+    assert [version.step for version in repository.log()] == [4, 2, 0]
+    assert torch.equal(repository.load()["served"], expected[4]["weight"].bfloat16())
+
+
+def test_what_fails_does_not_end_the_training(repository, caplog):
+    put, left, lock = repository.store.put, [2], threading.Lock()
+
+    def fails_twice(*arguments: Any) -> Any:
+        with lock:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise Unavailable("no network")
+        return put(*arguments)
+
+    repository.store.put = fails_twice
+    expected = trained(repository, "module", 6)
+    lost = {record.getMessage().split(" was not")[0] for record in caplog.records if record.levelno == logging.ERROR}
+    published = [version.step for version in repository.log()][::-1]
+    assert published[-1] == 5
+    assert lost
+    assert sorted([*published, *(int(one.split()[1]) for one in lost)]) == list(range(6))
+    assert torch.equal(repository.load()["weight"], expected[5]["weight"])
+
+
+def test_another_trainer_ends_it(repository):
+    trained(repository, "module", 1)
+    weightvc.open(repository.url, cache=None).claim()
+    with pytest.raises(NotPublished) as caught:
+        trained(repository, "module", 3, first=1)
+    assert isinstance(caught.value.failures[0][1], Fenced)
+    assert [version.step for version in repository.log()] == [0]
+
+
+def test_what_cannot_be_is_refused(repository):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    for more in ({"every": 0}, {"every": 1.5}, {"step": 3}):
+        with pytest.raises(Refused):
+            hooks.post_step(optimizer, repository, {}, **more)
+    hooks.post_step(optimizer, repository, {"n": None})
+    with pytest.raises(BadTensor, match="NoneType"):
+        optimizer.step()
+
+
+def test_a_trainer_of_transformers(repository: Repository, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    row = torch.arange(8)
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            tmp_path, max_steps=4, per_device_train_batch_size=1, report_to=[], use_cpu=True, learning_rate=0.01,
+            save_strategy="no", disable_tqdm=True,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for _ in range(8)],
+        callbacks=[hooks.trainer_callback(repository, every=2, dtype="bfloat16", run="sft")],
+    )  # fmt: skip
+    trainer.train()
+    assert [(version.step, version.run) for version in repository.log()] == [(4, "sft"), (2, "sft")]
+    # As save_pretrained writes it: with its config, and without the tied lm_head.
+    assert "config.json" in repository.files()
+    repository.checkout("main", tmp_path / "served")
+    served = LlamaForCausalLM.from_pretrained(tmp_path / "served")
+    assert served.dtype == torch.bfloat16
+    for name, value in model.state_dict().items():
+        assert torch.equal(served.state_dict()[name], value.bfloat16()), name
+    assert "lm_head.weight" not in repository.load()

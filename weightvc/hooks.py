@@ -1,0 +1,98 @@
+"""Hooks: publishing where trainers of other libraries call it. They are imported when a hook is asked for.
+
+A version that could not be published does not end the training: the log `weightvc` tells of it, and the next version
+has its changes too. That the branch belongs to another trainer by now does.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from weightvc.errors import Fenced, NotPublished, Refused
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+    from weightvc.repository import Repository
+
+_log: Final = logging.getLogger("weightvc")
+
+
+class _Steps:
+    """Publishes every `every`-th step of a training."""
+
+    def __init__(self, repository: "Repository", every: int, options: dict[str, Any]) -> None:
+        if type(every) is not int or every < 1:
+            raise Refused(f"every={every!r:.100}: give a whole number of steps, 1 at least")
+        if "step" in options:
+            raise Refused("step= is the hook's to say: leave it out")
+        self._repository = repository
+        self._every = every
+        self._options = options
+
+    def publish(self, source: Any, step: int) -> None:
+        """A step is done. Raises NotPublished if the branch is another trainer's, and Refused (and its kinds) for
+        what cannot be committed."""
+        if step % self._every:
+            return
+        while True:
+            try:
+                self._repository.commit_async(source, step=step, **self._options)
+            except NotPublished as error:
+                if any(isinstance(one, Fenced) for _, one in error.failures):
+                    raise
+                _log.error("%s; the next version has its changes too", error)
+            else:
+                return
+
+
+def post_step(
+    optimizer: "torch.optim.Optimizer",
+    repository: "Repository",
+    source: Any,
+    *,
+    first: int = 0,
+    every: int = 1,
+    **options: Any,
+) -> "RemovableHandle":
+    """Publish `source`, a module or a mapping of tensors (or a function that gives one), after steps of an optimizer.
+
+    The optimizer's next step is number `first`; those are published that `every` divides. `options` are those of
+    Repository.commit_async(). Returns what remove()s the hook; flush() or close() the repository at the end.
+    """
+    steps = _Steps(repository, every, options)
+    done = first
+
+    def hook(*_: object) -> None:
+        nonlocal done
+        step, done = done, done + 1
+        # A module can be called too, and is not meant to be.
+        given = source() if callable(source) and not hasattr(source, "state_dict") else source
+        steps.publish(given, step)
+
+    return optimizer.register_step_post_hook(hook)
+
+
+def trainer_callback(repository: "Repository", *, every: int = 1, **options: Any) -> Any:
+    """A TrainerCallback for a Trainer of transformers, which publishes the model after steps that `every` divides.
+
+    Versions are labelled with the Trainer's global_step. Only the main process publishes. `options` are those of
+    Repository.commit_async(): with `names="hf"`, the default, the model writes itself to disk at each step.
+    At the end of the training it waits for all, and raises NotPublished if one has failed.
+    """
+    from transformers import TrainerCallback
+
+    steps = _Steps(repository, every, options)
+
+    class Publish(TrainerCallback):
+        """Publishes steps."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.is_world_process_zero:
+                steps.publish(model, state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.is_world_process_zero:
+                repository.flush()
+
+    return Publish()
