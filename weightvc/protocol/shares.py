@@ -338,11 +338,13 @@ class Share(Build):
         """What the tables are made of: statistics of a part of the version's blocks, of those that it makes."""
         if self._parent is None or not self._coder.learns(self._schema.nbytes):
             return []
-        every = sampled(blocks)
+        from weightvc_kernels import context
+
+        every, stride = sampled(blocks), context.stride_of(self._schema.nbytes)
         totals: dict[str, Any] = {}
         with ThreadPoolExecutor(parallel.workers(), "weightvc-encode") as pool:
             runs = manifest.runs(self._schema, self._blocks)
-            for dtype, stats in parallel.ordered(pool, lambda run: self._sample(run, every), runs, 64):
+            for dtype, stats in parallel.ordered(pool, lambda run: self._sample(run, every, stride), runs, 64):
                 if stats is not None:
                     totals[dtype] = totals[dtype] + stats if dtype in totals else stats
         return list(totals.items())
