@@ -42,7 +42,7 @@ from weightvc.errors import (
 )
 
 if TYPE_CHECKING:
-    from weightvc import engines
+    from weightvc import engines, hooks
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.group import Group
@@ -151,6 +151,7 @@ __all__ = [
     "diff",
     "engines",
     "fsck",
+    "hooks",
     "init",
     "mirror",
     "open",
@@ -162,8 +163,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "engines":
-        return import_module("weightvc.engines")
+    if name in ("engines", "hooks"):
+        return import_module(f"weightvc.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'weightvc' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

@@ -5,9 +5,11 @@ begins with an empty queue: its parent publishes what was in it.
 """
 
 import atexit
+import contextlib
 import importlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -20,6 +22,8 @@ from weightvc.errors import NotPublished, QueueFull, Refused
 from weightvc.objects.version import Version
 from weightvc.sources.base import Source
 
+NICE: Final = 5
+"""How much lower the priority of publishing is than the trainer's: a third of its share, where they compete."""
 WhenFull = Literal["wait", "skip", "raise"]
 _log: Final = logging.getLogger("weightvc")
 
@@ -44,6 +48,7 @@ class Publisher:
     def _begin(self) -> None:
         self._waiting: deque[_Job] = deque()
         self._working: _Job | None = None
+        self._thread: threading.Thread | None = None
         self._failures: list[tuple[str, BaseException]] = []
         self._changed = threading.Condition()
         # One call takes its snapshot at a time: room in the queue that was seen is there when it is used.
@@ -72,7 +77,7 @@ class Publisher:
             with self._changed:
                 self._tell()
                 while len(self._waiting) >= queue:
-                    if when_full == "raise":
+                    if when_full == "raise" or (when_full == "wait" and self._is_here()):
                         raise QueueFull(
                             f"{label} is not published: {len(self._waiting)} before it wait still: try again later, "
                             'let more wait (queue=), or wait for them (when_full="wait")'
@@ -88,15 +93,25 @@ class Publisher:
                 if self._working is None:
                     self._working = self._waiting.popleft()
                     # Not a daemon: it has to be gone before the interpreter is, whatever memory it lets go of last.
-                    threading.Thread(target=self._run, args=(self._working,), name="weightvc-publisher").start()
+                    self._thread = threading.Thread(
+                        target=self._run, args=(self._working,), name="weightvc-publisher"
+                    )
+                    self._thread.start()
             return job.future
 
     def flush(self) -> None:
-        """Wait until nothing is queued. Raises NotPublished if commits have failed that nobody was told of."""
+        """Wait until nothing is queued. Raises NotPublished if commits have failed that nobody was told of.
+
+        In what a future calls when it is done, nothing is waited for: it is called by the thread that commits.
+        """
         with self._changed:
-            while self._working is not None:
+            while self._working is not None and not self._is_here():
                 self._changed.wait()
             self._tell()
+
+    def _is_here(self) -> bool:
+        """Whether this is the thread that commits, which cannot wait for itself."""
+        return threading.current_thread() is self._thread
 
     def _tell(self) -> None:
         """Raise what failed, once."""
@@ -111,6 +126,11 @@ class Publisher:
         job.source.close()
 
     def _run(self, job: _Job | None) -> None:
+        if sys.platform == "linux":
+            # Of this thread, and of those that it starts to encode: the trainer's come first where cores are few.
+            with contextlib.suppress(OSError):
+                here = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, here, os.getpriority(os.PRIO_PROCESS, here) + NICE)
         while job is not None:
             self._make(job)
             with self._changed:

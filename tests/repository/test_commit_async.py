@@ -1,7 +1,9 @@
 """Commits behind the trainer: a copy of one moment, in order, and no loss without a word."""
 
+import contextlib
 import gc
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -291,6 +293,22 @@ def test_who_waits_for_room_is_told_what_failed_meanwhile(repository, gate):
     threading.Timer(0.1, gate.open.set).start()
     with pytest.raises(NotPublished, match="step 0"):
         step(repository, 2)
+    with contextlib.suppress(NotPublished):  # step 1 may have failed by then, or not
+        repository.flush()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
+def test_the_trainers_threads_come_first(repository):
+    from weightvc.publisher import NICE
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen: list[int] = []
+    put = repository.store.put
+    repository.store.put = lambda *arguments: (seen.append(niceness()), put(*arguments))[1]
+    step(repository, 0).result(60)
+    assert {*seen} == {min(19, niceness() + NICE)}
 
 
 def test_skip_publishes_the_newest(repository, gate, caplog):
@@ -338,6 +356,28 @@ def test_a_commit_that_is_waited_for_comes_after_those_that_are_not(repository, 
     threading.Timer(0.1, gate.open.set).start()
     repository.commit({"w": torch.zeros(3)}, step=2)
     assert steps(repository) == [0, 1, 2]
+
+
+def test_what_a_future_calls_may_commit_and_never_waits_for_itself(repository, gate):
+    said: list[Any] = []
+
+    def more(done: Any) -> None:
+        try:
+            said.append(repository.commit({"w": torch.ones(40)}, step=10).step)
+            repository.tag("t", done.result())
+            step(repository, 11)
+        except Exception as error:
+            said.append(type(error))
+
+    gate.shut()
+    step(repository, 0).add_done_callback(more)
+    assert gate.reached.wait(60)
+    step(repository, 1)
+    gate.open.set()
+    repository.flush()
+    assert said == [10, QueueFull]
+    assert steps(repository) == [0, 10, 1]
+    assert repository.resolve("t").step == 0
 
 
 @pytest.mark.parametrize(
