@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -97,6 +99,28 @@ class Shell:
         assert lines[0].startswith("weightvc: ")
         assert done.stdout == ""
         return lines[0].removeprefix("weightvc: ")
+
+    @contextmanager
+    def running(
+        self, *args: str | Path, env: dict[str, str] | None = None
+    ) -> Iterator[tuple["subprocess.Popen[str]", IO[str], IO[str]]]:
+        """A command that goes on, with its stdout and stderr; it is killed at the end, whatever happens."""
+        with subprocess.Popen(
+            [*command(), *map(str, args)],
+            cwd=self.cwd,
+            env=self.env | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Tests that run in the background inherit that interrupts are ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            try:
+                yield process, process.stdout, process.stderr
+            finally:
+                process.kill()
 
     def commit(self, step: int, *args: str) -> str:
         """Commit weights(step) and return the version's id."""

@@ -124,39 +124,21 @@ def _large(shell: Shell) -> None:
 
 def test_cat_into_a_reader_that_leaves(shell: Shell) -> None:
     _large(shell)
-    with subprocess.Popen(
-        [*command(), "cat", "HEAD", "--tensor", "w"],
-        cwd=shell.cwd,
-        env=shell.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read(1) == b"\0"
-        process.stdout.close()
-        assert process.stderr.read() == b""
+    with shell.running("cat", "HEAD", "--tensor", "w") as (process, out, err):
+        assert out.read(1) == "\0"
+        out.close()
+        assert err.read() == ""
         assert process.wait(60) == 141
 
 
 def test_an_interrupt_ends_at_once(shell: Shell) -> None:
     _large(shell)
-    with subprocess.Popen(
-        [*command(), "cat", "HEAD", "--tensor", "w"],
-        cwd=shell.cwd,
-        env=shell.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # Tests that run in the background inherit that interrupts are ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    with shell.running("cat", "HEAD", "--tensor", "w") as (process, out, err):
         # It has begun to write more than a pipe holds, so it waits there.
-        assert process.stdout.read(1) == b"\0"
+        assert out.read(1) == "\0"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-        assert b"Traceback" not in process.stderr.read()
+        assert "Traceback" not in err.read()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

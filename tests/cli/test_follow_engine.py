@@ -1,11 +1,9 @@
 """weightvc follow --engine: an engine that is moved by the command alone."""
 
 import json
-import signal
-import subprocess
 from pathlib import Path
 
-from tests.cli.conftest import Shell, command
+from tests.cli.conftest import Shell
 from tests.kit.engines import SGLangServer, digest
 
 
@@ -33,21 +31,14 @@ def test_an_engine_that_is_not_there_is_waited_for(shell: Shell, history: dict[s
     with SGLangServer() as engine:
         engine.faults["/pause_generation"] = "500"
         args = ("exp", "--into", "served", "--every", "0.05", "--updates", "1", "--engine", f"sglang={engine.url}")
-        running = subprocess.Popen(
-            [*command(), "follow", *args],
-            cwd=shell.cwd, env=shell.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            assert running.stderr is not None
-            said = running.stderr.readline()
+        with shell.running("follow", *args) as (process, out, err):
+            said = err.readline()
             assert "POST /pause_generation: status 500" in said
             assert "is tried again" in said
             engine.faults.clear()
-            out, _ = running.communicate(timeout=60)
-        finally:
-            running.send_signal(signal.SIGTERM)
-        assert (running.returncode, engine.version) == (0, history["exp1"])
-        assert out.startswith(history["exp1"][:12])
+            assert out.readline().startswith(history["exp1"][:12])
+            assert process.wait(60) == 0
+        assert engine.version == history["exp1"]
 
 
 def test_bad_engines_are_refused(shell: Shell, history: dict[str, str]) -> None:

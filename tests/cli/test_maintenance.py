@@ -3,11 +3,10 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
-from tests.cli.conftest import Shell, command
+from tests.cli.conftest import Shell
 from tests.kit.servers import Place
 from tests.kit.stub import Status, Stub
 
@@ -111,14 +110,10 @@ def test_gc_frees_what_was_let_go_of(shell: Shell) -> None:
 def test_gc_over_and_over(shell: Shell) -> None:
     fill(shell, 2)
     shell.run("expire", "--keep-last", "1")
-    child = subprocess.Popen(
-        [*command(), "gc", "--grace", "0s", "--every", "1s", "--json", "--force"],
-        cwd=shell.cwd, env=shell.env, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert child.stdout is not None
-    runs = [json.loads(child.stdout.readline()) for _ in range(2)]
-    child.send_signal(signal.SIGINT)
-    assert child.wait(30) in (130, -signal.SIGINT)
+    with shell.running("gc", "--grace", "0s", "--every", "1s", "--json", "--force") as (child, out, _):
+        runs = [json.loads(out.readline()) for _ in range(2)]
+        child.send_signal(signal.SIGINT)
+        assert child.wait(30) in (130, -signal.SIGINT)
     assert [run["deleted"]["kinds"].get("manifest") is not None for run in runs] == [True, False]
     for service in ("gc", "maintain"):
         assert "never pause" in shell.fails(8, service, "--every", "0s")
@@ -130,16 +125,11 @@ def test_gc_goes_on_when_the_store_is_there_again(shell: Shell, stub: Stub, tmp_
     shell.run("init")
     shell.commit(0)
     stub.fault(Status(403), operation="ListObjectsV2", times=2)
-    child = subprocess.Popen(
-        [*command(), "gc", "--every", "1s", "--json", "--metrics", lines, "--prometheus", prometheus],
-        cwd=shell.cwd, env=shell.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert child.stdout is not None
-    assert child.stderr is not None
-    run, _ = (json.loads(child.stdout.readline()) for _ in range(2))  # by then the metrics of the first are written
-    child.send_signal(signal.SIGINT)
-    notes = child.stderr.read().splitlines()
-    child.wait(30)
+    args = ("gc", "--every", "1s", "--json", "--metrics", lines, "--prometheus", prometheus)
+    with shell.running(*args) as (child, out, err):
+        run, _ = (json.loads(out.readline()) for _ in range(2))  # by then the metrics of the first are written
+        child.send_signal(signal.SIGINT)
+        notes = err.read().splitlines()
     assert [json.loads(line)["note"].endswith("; the next run goes on") for line in notes[:2]] == [True, True]
     # Of each run that came to its end.
     found = json.loads(lines.read_text().splitlines()[0])

@@ -1,13 +1,11 @@
 """weightvc mirror: end to end by command."""
 
 import json
-import os
 import signal
-import subprocess
 
 import pytest
 
-from tests.cli.conftest import Shell, command
+from tests.cli.conftest import Shell
 from tests.kit.servers import Place
 
 
@@ -69,23 +67,12 @@ def test_to_s3_and_on_until_it_is_ended(shell: Shell, history: dict[str, str], s
     }
     url = f"{s3_place.url}?endpoint_url={s3_place.options['endpoint_url']}"
     shell.run("init", url, env=env)
-    running = subprocess.Popen(
-        [*command(), "mirror", ".weightvc", url, "--every", "0.05", "--json"],
-        cwd=shell.cwd,
-        env={**os.environ, **shell.env, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert running.stdout is not None
-        assert json.loads(running.stdout.readline())["id"] == history["merge"]
+    with shell.running("mirror", ".weightvc", url, "--every", "0.05", "--json", env=env) as (process, out, err):
+        assert json.loads(out.readline())["id"] == history["merge"]
         new = shell.commit(5)
-        assert json.loads(running.stdout.readline())["id"] == new
-    finally:
-        running.send_signal(signal.SIGTERM)
-        _, err = running.communicate(timeout=60)
-    assert (running.returncode, err) == (0, "")
+        assert json.loads(out.readline())["id"] == new
+        process.send_signal(signal.SIGTERM)
+        assert (process.wait(60), err.read()) == (0, "")
     # And back: the endpoint of one side is in its URL, the other is a directory.
     shell.run("init", "back")
     shell.run("mirror", url, "back", "--last", "2", env=env)
