@@ -118,7 +118,6 @@ def decide(
     # What only tags lead to has no branch: the general rules, as far as they do not count from a head.
     general = rules.branches.get(retention.ALL)
     for made in _ancestors(history, tags.values(), reachable):
-        reachable.add(made.id)
         rule = "no rules for what tags lead to" if general is None else None
         if general is not None and (
             found := replace(general, last=None).keeps(made, 0, now - history.times[made.id])
@@ -143,9 +142,10 @@ def decide(
     return decided, steps
 
 
-def _ancestors(history: _History, heads: Iterable[str], known: Iterable[str] = ()) -> Iterable[Version]:
-    """Versions and what they descend from, the greatest generations first, without those `known`."""
-    seen = set(known)
+def _ancestors(history: _History, heads: Iterable[str], known: set[str] | None = None) -> Iterable[Version]:
+    """Versions and what they descend from, the greatest generations first, without those `known`, to which they are
+    added: so a walk from each of many heads costs no more than what it finds."""
+    seen = set() if known is None else known
     heap: list[tuple[int, int, str]] = []
 
     def push(ident: str) -> None:
@@ -173,7 +173,6 @@ def _keep_unreachable(
     seen = set(reachable)
     for at, ident in history.dropped:
         for made in _ancestors(history, [ident], seen):
-            seen.add(made.id)
             since[made.id] = max(since[made.id], at)
     for ident in lost:
         if history.versions[ident].expired is not None:
