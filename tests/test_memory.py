@@ -7,8 +7,10 @@ from tests.kit import memory
 
 
 def test_what_is_taken_is_seen_after_more_was_taken() -> None:
-    np.ones(64 << 20, np.uint8).sum()
+    many = [np.ones(1 << 20, np.uint8) for _ in range(64)]
+    del many
     with memory.at_most(16 << 20):
         np.ones(4 << 20, np.uint8).sum()
     with pytest.raises(AssertionError, match="16777216 at most"), memory.at_most(16 << 20):
-        np.ones(32 << 20, np.uint8).sum()
+        held = [np.ones(1 << 20, np.uint8) for _ in range(32)]
+        assert len(held) == 32

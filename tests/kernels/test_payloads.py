@@ -14,7 +14,7 @@ from test_context import DTYPES, changed
 import weightvc_kernels as wk
 from tests.kit.blocks import SPECIAL
 from weightvc.objects import dtypes, manifest
-from weightvc_kernels import codec, context, payloads, rice
+from weightvc_kernels import codec, context, payloads, planes, rice
 from weightvc_kernels.payloads import Payload
 
 Array = npt.NDArray[np.uint8]
@@ -34,7 +34,7 @@ def step(old: Array, new: Array, dtype: str, kind: str) -> Payload:
         case "SAME" if not at.size:
             return Payload(payloads.SAME)
         case "PLANES":
-            return Payload(wk.PLANES, codec._put_planes(y))
+            return Payload(wk.PLANES, planes.encode(y))
         case "SPARSE":
             return Payload(wk.SPARSE, codec._put_sparse(x[at], y[at], at) if at.size else b"")
         case "DENSE" if at.size:

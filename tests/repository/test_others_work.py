@@ -96,6 +96,33 @@ def test_what_appears_in_the_instant_of_the_swap(repository, tmp_path, swap, mon
     assert beside(target) == []
 
 
+@pytest.mark.parametrize("first", ["checkout", "somebody"])
+def test_what_is_first_where_nothing_was(repository, tmp_path, swap, monkeypatch, first):
+    """Between the look at a free name and the rename: another checkout is replaced, other files are kept."""
+    target, rename, left = tmp_path / "out", os.rename, [1]
+
+    def late(source, aim, **options):
+        if left and os.fspath(aim) == str(target):
+            left.clear()
+            if first == "checkout":
+                repository.checkout("main~1", target)
+            else:
+                target.mkdir()
+                (target / "notes.txt").write_text("mine")
+        return rename(source, aim, **options)
+
+    monkeypatch.setattr(os, "rename", late)
+    if first == "checkout":
+        repository.checkout("main", target)
+        assert lying(target) == NEW
+    else:
+        with pytest.raises(Refused, match=r"notes\.txt"):
+            repository.checkout("main", target)
+        assert files_below(target) == {"notes.txt": b"mine"}
+    assert not left
+    assert beside(target) == []
+
+
 def test_a_foreign_file_that_is_replaced_after_it_was_carried(repository, tmp_path, monkeypatch):
     target = tmp_path / "out"
     repository.checkout("main~1", target)

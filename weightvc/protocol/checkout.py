@@ -274,8 +274,8 @@ class Directory:
     def _swap(self, work: "Workspace", carried: Mapping[str, tuple[bool, Stat]]) -> None:
         target, new = self.target, work.new
         self._look(target, new, carried)
-        if not os.path.lexists(target) or not any(target.iterdir()):
-            os.rename(new, target)
+        if _rename_free(new, target):
+            pass
         elif _rename_exchange(new, target):
             # What is looked through now is out of everybody's way: nothing more appears under the target's name.
             try:
@@ -390,6 +390,20 @@ def _carried(old: Path, new: Path) -> tuple[bool, Stat]:
         before = _stat(old)
         shutil.copy2(old, new, follow_symlinks=False)
         return False, before
+
+
+def _rename_free(new: Path, target: Path) -> bool:
+    """Rename a directory to a name that is free, or that of an empty directory. False, and nothing is done, if it is
+    not, or no longer: another checkout may be first at any moment."""
+    if os.path.lexists(target) and any(target.iterdir()):
+        return False
+    try:
+        os.rename(new, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
 
 
 def _rename_exchange(one: Path, other: Path) -> bool:
