@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from weightvc.objects import dtypes
-from weightvc.objects.schema import Schema
+from weightvc.objects.schema import CHUNK, Schema
 from weightvc.protocol import coder, parallel
 from weightvc.sources import open_source
 from weightvc.sources.base import Source
@@ -175,14 +175,18 @@ def _row(tensor: Any, status: str) -> TensorDiff:
 
 
 def _bytes(source: Source, schema: Schema, ours: Schema, low: int, high: int) -> Any:
-    """Bytes of chunks of `ours`, read from `source`; None if it has no tensor with chunks of that size there."""
+    """Bytes of chunks of `ours`, read from `source`; None if it has no tensor of the dtype with chunks of that size
+    there: then all that is new is stored."""
     pieces = []
     for chunk in range(low, high):
         i, start, stop = ours.span(chunk)
         if schema is not ours:
             tensor = ours.tensors[i]
             i = schema.index.get((tensor.component, tensor.name), -1)
-            if i < 0 or schema.tensors[i].nbytes < stop:
+            if i < 0:
+                return None
+            was = schema.tensors[i]
+            if was.dtype != tensor.dtype or min(was.nbytes, start + CHUNK) != stop:
                 return None
         pieces.append(source.read(i, start, stop))
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -127,6 +127,25 @@ def test_one_bit_of_every_dtype(repository):
     assert {t.name: (t.status, t.changed) for t in diff.tensors} == {name: ("changed", 1) for _, name in old}
 
 
+@pytest.mark.parametrize("count", [64, CHUNK + 64])
+def test_a_tensor_of_another_dtype_has_changed_as_a_whole(repository, count):
+    """Not by how its bytes compare with those that lie at the same place: they are of other elements."""
+    repository.commit(Bits({("", "w"): tensor("F32", (count,), 1)}))
+    repository.commit(Bits({("", "w"): tensor("BF16", (count,), 1)}))
+    diff = repository.diff("HEAD~1", "HEAD")
+    (one,) = diff.tensors
+    assert (one.status, one.changed, diff.steps) == ("retyped", count, {})
+    assert 0 < one.patch <= 2 * count
+
+
+def test_rows_that_were_added_are_all_that_changed(repository):
+    old = tensor("BF16", (CHUNK // 2, 1), 1)
+    repository.commit(Bits({("", "w"): old}))
+    repository.commit(Bits({("", "w"): Tensor("BF16", (CHUNK // 2 + 5, 1), old.data + bytes(10))}))
+    (one,) = repository.diff("HEAD~1", "HEAD").tensors
+    assert (one.status, one.changed) == ("reshaped", 5)
+
+
 def test_a_dtype_of_the_future_is_refused_by_name(repository, tmp_path):
     header = b'{"w":{"dtype":"F2_E1M0","shape":[4],"data_offsets":[0,1]}}'
     file = tmp_path / "f.safetensors"

@@ -247,8 +247,9 @@ def test_a_root_whose_reply_was_lost_is_in_the_log_once(stub):
 
     place = stub.place()
     repository = weightvc.init(place.url, cache=None, **place.options)
-    stub.fault(Drop(after_apply=True), method="PUT", key="/root$")
+    fault = stub.fault(Drop(after_apply=True), method="PUT", key="/root$")
     version = repository.commit({})
+    assert fault.done == 1
     assert [v.id for v in repository.log()] == [version.id]
 
 
@@ -258,9 +259,10 @@ def test_a_root_that_is_refused_four_times(stub):
 
     place = stub.place()
     repository = weightvc.init(place.url, cache=None, **place.options)
-    stub.fault(Status(503), method="PUT", key="/root$", times=3)
-    stub.fault(Status(409), method="PUT", key="/root$")
+    down = stub.fault(Status(503), method="PUT", key="/root$", times=3)
+    conflict = stub.fault(Status(409), method="PUT", key="/root$")
     outcome = attempt(lambda: repository.commit({}))
+    assert (down.done, conflict.done) == (3, 1)
     log = attempt(lambda: [v.id for v in weightvc.open(place.url, cache=None, **place.options).log()])
     if isinstance(outcome, weightvc.Version):
         assert log == [outcome.id]
@@ -275,13 +277,15 @@ def test_a_root_that_is_always_refused(stub, monkeypatch):
     monkeypatch.setattr(swap, "_pause", lambda attempt: None)
     place = stub.place()
     repository = weightvc.init(place.url, cache=None, **place.options)
-    stub.fault(Status(503), method="PUT", key="/root$", times=None)
+    down = stub.fault(Status(503), method="PUT", key="/root$", times=None)
     with pytest.raises((StoreError, StateUnknown)):
         repository.commit({})
+    assert down.done > 1
     stub.clear()
-    stub.fault(Status(403), method="PUT", key="/root$", times=None)
+    denied = stub.fault(Status(403), method="PUT", key="/root$", times=None)
     with pytest.raises(AccessDenied):
         repository.commit({})
+    assert denied.done == 1
     assert repository.branches() == {}
 
 
@@ -293,9 +297,10 @@ def test_a_late_root_wins_or_loses_whole(stub, monkeypatch):
     place = stub.place()
     repository = weightvc.init(place.url, cache=None, **place.options)
     repository.commit({})
-    stub.fault(Late(), method="PUT", key="/root$")
+    late = stub.fault(Late(), method="PUT", key="/root$")
     second = repository.commit(Bits(small(1)))
     stub.release()
+    assert late.done == 1
     log = list(weightvc.open(place.url, cache=None, **place.options).log())
     assert [version.parents for version in log] == [(log[1].id,), ()]
     assert log[0].id == second.id
