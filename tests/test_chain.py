@@ -93,7 +93,8 @@ def test_every_step_comes_back_to_the_bit_and_is_small(shell: Shell, name: str) 
     print(
         f"{name}: base {bases / len(data):.3f} of raw, {min(patches):.3f} to {max(patches):.3f} B a changed element"
     )
-    assert max(patches) < 2.0
+    # What only the context codec gets to: others take 1.1 to 1.6.
+    assert max(patches) < (1.03 if name == "muon" else 0.92 if name == "adamw" else 2.0)
 
     # A host with a cache of its own goes forward, one step at a time; another one jumps about without a cache.
     follower = Shell(shell.cwd / "follower", shell.cwd)

@@ -16,18 +16,18 @@ STATUS = Path("/proc/self/status")
 def at_most(nbytes: int) -> Iterator[None]:
     """Fail if the work within ever holds so many bytes more than there were before it.
 
-    The system's peak is put back first, since a test before may have held far more, and what the allocator keeps of
-    that goes back to the system: it would be taken again unseen. Skips where that cannot be done.
+    What the allocator keeps of what was held before goes back to the system first: it would be taken again unseen.
+    Then the system's peak is put back, which may be far higher. Skips where that cannot be done.
     """
     if sys.platform != "linux":
         pytest.skip("the peak of memory can be put back on Linux alone")
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
         pytest.skip(f"the peak of memory cannot be put back here: {error}")
-    gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
     before = _kilobytes("VmRSS")
     yield
     taken = 1024 * (_kilobytes("VmHWM") - before)

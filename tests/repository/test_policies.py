@@ -13,6 +13,7 @@ from weightvc.errors import Refused
 from weightvc.objects import dtypes, manifest
 from weightvc.protocol import coder
 from weightvc.repository import Repository
+from weightvc_cli import work
 
 RNG = np.random.default_rng(1)
 NORMAL = RNG.normal(0, 0.02, 300_000).astype(np.float32)
@@ -51,6 +52,17 @@ def test_every_dtype_comes_back(repository: Repository, policy: str, tmp_path: P
     assert repository.verify(tmp_path / "out").ok
 
 
+def test_without_a_policy_it_is_the_smallest(repository: Repository) -> None:
+    """By a commit and by what the command line gives it."""
+    repository.commit(Bits({("", "a"): bf16(0), ("", "b"): f32(0)}))
+    repository.commit(Bits({("", "a"): bf16(3e-7), ("", "b"): f32(1e-6)}))
+    codecs, _, tables = stream(repository)
+    assert codecs == {manifest.CONTEXT: 2}
+    assert tables == ["BF16", "F32"]
+    (option,) = (option for option in work.commit.params if option.name == "codec")
+    assert option.default == "small"
+
+
 def test_policies_in_one_chain(repository: Repository) -> None:
     made = [repository.commit(Bits({("", "w"): bf16(0)}))]
     sizes = [1e-7 * k for k in range(1, 7)]
@@ -82,14 +94,20 @@ def test_fast_in_a_small_tree(repository: Repository) -> None:
 
 @pytest.mark.parametrize("policy", coder.POLICIES)
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "U8", "I64", "F8_E4M3"])
-def test_never_more_than_the_chunk_whole(repository: Repository, policy: str, dtype: str) -> None:
+def test_never_more_than_the_chunk_whole(
+    repository: Repository, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coder, "CONTEXT_FROM", 0)
     count = 50_000
     old = tensor(dtype, (count,), 1)
     repository.commit(Bits({("", "w"): old}))
-    for share in (0.0001, 0.5, 1.0):
+    for share in (0.01, 0.0001, 0.5, 1.0):
         old = flipped(old, share, 4)
         repository.commit(Bits({("", "w"): old}), codec=policy)
-        assert stream(repository)[1] <= len(old.data)
+        codecs, nbytes, _ = stream(repository)
+        assert nbytes <= len(old.data)
+        if share == 0.01 and policy == "small":
+            assert manifest.CONTEXT in codecs
     repository.commit(Bits({("", "w"): tensor(dtype, (count,), 2)}), codec=policy)
     assert stream(repository)[1] <= len(old.data)
 
