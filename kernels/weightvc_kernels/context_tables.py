@@ -307,7 +307,13 @@ def widths_of(histogram: Sequence[int]) -> tuple[int, ...]:
     spare = min(128, max(1, 512 * sum(v == 1 for v in histogram) // seen))
     total, room = sum(counts), (1 << (STEP_BITS - 1)) - spare
     widths = [max(v > 0, v * room // total) for v in counts]
-    widths[widths.index(max(widths))] += room - sum(widths)
+    left = room - sum(widths)
+    if max(widths) + left > 0:
+        widths[widths.index(max(widths))] += left
+    else:
+        # Many are rare, and many about as likely: no single one can make room for those.
+        for _ in range(-left):
+            widths[widths.index(max(widths))] -= 1
     while not widths[-1]:
         widths.pop()
     return tuple(int(width) for width in widths)

@@ -173,6 +173,30 @@ def bound(old: npt.NDArray[np.uint16], new: npt.NDArray[np.uint16]) -> float:
     return total / 8
 
 
+@given(
+    st.lists(st.one_of(st.integers(0, 3), st.integers(0, 2000)), min_size=1, max_size=248),
+    st.integers(0, 248),
+    st.integers(1, 200),
+)
+def test_whatever_was_seen_has_a_width(histogram: list[int], even: int, each: int) -> None:
+    """Also where many buckets are about as likely, as of float64, and many more are rare."""
+    histogram = [each if i % 2 and i < even else seen for i, seen in enumerate(histogram)]
+    widths = context_tables.widths_of(histogram)
+    if any(histogram):
+        assert 1920 <= sum(widths) <= 2047
+        assert all(width >= 1 for width, seen in zip(widths, histogram) if seen)
+        assert all(width >= 0 for width in widths)
+        assert not any(histogram[len(widths) :])
+
+
+def test_single_bits_of_float64_are_coded() -> None:
+    rng = np.random.default_rng(4)
+    old = rng.normal(0, 1, 50_000).view(np.uint64)
+    new = old ^ (np.uint64(1) << rng.integers(0, 64, old.size, np.uint64))
+    shared = context.tables(context.sample(old, new, "F64", 1), "F64")
+    check(old.view(np.uint8), new.view(np.uint8), "F64", shared)
+
+
 def test_close_to_the_bound() -> None:
     old, new = pair(1 << 20)
     assert 0.002 < float((old != new).mean()) < 0.03
