@@ -96,6 +96,22 @@ def test_notes_do_not_keep_a_list_from_growing_old(repository, clock):
     read_all(repository)
 
 
+def test_a_note_of_a_time_to_come_is_none(repository, clock):
+    """A store whose clock was a day ahead in one run is collected as ever once it is right."""
+    repository.commit(Bits(START))
+    name = orphan(repository)
+    repository.commit(Bits(step(1)))
+    clock.later(24 * HOUR)
+    gc(repository)
+    clock.later(-24 * HOUR)
+    gc(repository)
+    for _ in range(4):
+        clock.later(HOUR)
+        gc(repository)
+    assert name not in names(repository)
+    read_all(repository)
+
+
 def test_an_idle_repository_is_left_alone(repository, clock):
     repository.commit(Bits(START))
     for _ in range(5):
