@@ -91,10 +91,7 @@ class Publishing(History):
         from weightvc.sources.files import FileSource
         from weightvc.sources.module import SavedSource
 
-        labels = self._labels(message, step, run, metadata)
-        check_choices(on_conflict, codec)
-        if branch != HEAD:
-            check_name(branch)
+        labels = self._asked(branch, on_conflict, codec, message, step, run, metadata)
         publisher, arenas = self._made_behind()
 
         def take() -> "Source":
@@ -109,17 +106,7 @@ class Publishing(History):
                     opened.close()
 
         def commit(taken: "Source") -> Version:
-            return self._commit(
-                taken,
-                branch=branch,
-                expect=None,
-                parents=(),
-                rebase=on_conflict == "rebase",
-                base=base,
-                codec=codec,
-                labels=labels,
-                castable=dtype is None,
-            )
+            return self._commit_next(taken, branch, on_conflict, base, codec, labels, castable=dtype is None)
 
         label = f"a commit to {branch}" if step is None else f"step {step}"
         return publisher.submit(label, take, commit, queue=queue, when_full=when_full)
@@ -157,10 +144,7 @@ class Publishing(History):
         """
         from weightvc.writer import Writer
 
-        labels = self._labels(message, step, run, metadata)
-        check_choices(on_conflict, codec)
-        if branch != HEAD:
-            check_name(branch)
+        labels = self._asked(branch, on_conflict, codec, message, step, run, metadata)
         cache = self._shelf.cache
         directory = None if cache is None else cache.directory
         if ranks is not None:
@@ -184,17 +168,7 @@ class Publishing(History):
         def commit(added: "Callable[[], Added]") -> Version:
             source = added()
             self.flush()
-            return self._commit(
-                source,
-                branch=branch,
-                expect=None,
-                parents=(),
-                rebase=on_conflict == "rebase",
-                base=base,
-                codec=codec,
-                labels=labels,
-                castable=dtype is None,
-            )
+            return self._commit_next(source, branch, on_conflict, base, codec, labels, castable=dtype is None)
 
         return Writer(commit, directory=directory, dtype=dtype, apart=False)
 
@@ -231,10 +205,7 @@ class Publishing(History):
         from weightvc.ranks import open_ranks
         from weightvc.sources.shards import Shards, open_shards
 
-        check_choices("raise", codec)
-        if branch != HEAD:
-            check_name(branch)
-        labels = self._labels(message, step, run, metadata)
+        labels = self._asked(branch, "raise", codec, message, step, run, metadata)
 
         def opened() -> Shards:
             return open_shards(tensors, dtype)
@@ -359,8 +330,17 @@ class Publishing(History):
                 self._behind = Publisher(), Arenas()
             return self._behind
 
-    def _labels(self, message: str, step: Any, run: str | None, metadata: Mapping[str, Any] | None) -> Labels:
-        """What a commit says of itself, checked, in copies. Raises Refused."""
+    def _asked(
+        self,
+        branch: str,
+        on_conflict: str,
+        codec: str,
+        message: str,
+        step: Any,
+        run: str | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> Labels:
+        """What a commit says of itself, in copies; all that was asked for is checked. Raises Refused, BadName."""
         said = version.make(
             tree="0" * 64,
             layout=None,
@@ -373,7 +353,34 @@ class Publishing(History):
             elements=0,
             nbytes=0,
         )
+        check_choices(on_conflict, codec)
+        if branch != HEAD:
+            check_name(branch)
         return said.message, said.step, said.run, said.metadata
+
+    def _commit_next(
+        self,
+        source: "Source",
+        branch: str,
+        on_conflict: str,
+        base: bool,
+        codec: str,
+        labels: Labels,
+        *,
+        castable: bool,
+    ) -> Version:
+        """Commit a source on top of what this object has seen of a branch."""
+        return self._commit(
+            source,
+            branch=branch,
+            expect=None,
+            parents=(),
+            rebase=on_conflict == "rebase",
+            base=base,
+            codec=codec,
+            labels=labels,
+            castable=castable,
+        )
 
 
 def check_choices(on_conflict: str, codec: str) -> None:
