@@ -12,6 +12,7 @@ import click
 from weightvc.errors import AccessDenied, Conflict, RefNotFound, Refused, StateUnknown, StoreError
 from weightvc_cli.output import as_json, first_line, shown, size, table
 from weightvc_cli.settings import Duration, Settings, json_option, repository_option
+from weightvc_cli.signals import stopped_by
 from weightvc_cli.ways import compaction_json, compaction_text
 
 if TYPE_CHECKING:
@@ -229,14 +230,16 @@ def _for_ever(settings: Settings, every: int, once: Callable[[], int]) -> int:
 
     if every < 1:
         raise Refused("--every 0s would never pause: give 1s at least")
-    while True:
-        try:
-            once()
-        except (StoreError, Conflict, StateUnknown) as error:
-            # What passes by itself does not end the service; whatever else is wrong does.
-            settings.note(f"{error}; the next run goes on")
-        sys.stdout.flush()
-        time.sleep(every)
+    with stopped_by() as stop:
+        while not stop.is_set():
+            try:
+                once()
+            except (StoreError, Conflict, StateUnknown) as error:
+                # What passes by itself does not end the service; whatever else is wrong does.
+                settings.note(f"{error}; the next run goes on")
+            sys.stdout.flush()
+            stop.wait(every)
+    return 0
 
 
 _WHAT = (

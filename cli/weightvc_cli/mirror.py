@@ -1,7 +1,6 @@
 """Command of a region or a provider that is fed once: mirror."""
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import click
 from weightvc_cli.output import as_json, counted, size
 from weightvc_cli.rollout import noted
 from weightvc_cli.settings import Settings, json_option, progress, store_options
+from weightvc_cli.signals import stopped_by
 
 if TYPE_CHECKING:
     from weightvc.protocol.mirror import Mirrored
@@ -45,15 +45,10 @@ def mirror(settings: Settings, source: str, target: str, branch: str, last: int 
         if every is None:
             _report(settings, mirroring.run())
             return
-        stop = threading.Event()
-        before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        try:
-            with noted(settings):
-                for done in mirroring.follow(every=every, stop=stop):
-                    if done.changed:
-                        _report(settings, done)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with noted(settings), stopped_by(signal.SIGTERM) as stop:
+            for done in mirroring.follow(every=every, stop=stop):
+                if done.changed:
+                    _report(settings, done)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import click
 
 from weightvc_cli.output import as_json, first_line, shown, size
 from weightvc_cli.settings import Settings, json_option, repository_option
+from weightvc_cli.signals import stopped_by
 
 if TYPE_CHECKING:
     from weightvc.client import Update
@@ -74,30 +75,25 @@ def follow(
     from weightvc.targets import Slots
 
     engine = _engine(engine_url, mode, cache_keys) if engine_url is not None else None
-    stop = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-        with noted(settings), settings.open() as repository:
-            slots = Slots(target)
-            client = Client(repository, into=slots)
-            if (held := slots.holds) is not None:
-                # Nothing more may come for long, where that is the newest.
-                settings.note(f"{slots.path} holds version {held[:12]}; waiting for what comes after it")
-                if command and slots.told != held:
-                    version = _held(settings, repository, held, every, stop)
-                    if version is not None:
-                        settings.note(f"`{command}` has not succeeded for version {version.short}: it is run now")
-                        _run(settings, command, slots, version)
-            also = engine.behind if engine is not None else None
-            move = engine.activate if engine is not None else _activate
-            following = moves(client, branch, move, every=every, max_lag=max_lag, stop=stop, also=also)
-            for done, (update, pause) in enumerate(following, 1):
-                code = _run(settings, command, slots, update.version) if command else None
-                _report(settings, update, code, pause)
-                if done == updates:
-                    break
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with noted(settings), stopped_by(signal.SIGTERM) as stop, settings.open() as repository:
+        slots = Slots(target)
+        client = Client(repository, into=slots)
+        if (held := slots.holds) is not None:
+            # Nothing more may come for long, where that is the newest.
+            settings.note(f"{slots.path} holds version {held[:12]}; waiting for what comes after it")
+            if command and slots.told != held:
+                version = _held(settings, repository, held, every, stop)
+                if version is not None:
+                    settings.note(f"`{command}` has not succeeded for version {version.short}: it is run now")
+                    _run(settings, command, slots, version)
+        also = engine.behind if engine is not None else None
+        move = engine.activate if engine is not None else _activate
+        following = moves(client, branch, move, every=every, max_lag=max_lag, stop=stop, also=also)
+        for done, (update, pause) in enumerate(following, 1):
+            code = _run(settings, command, slots, update.version) if command else None
+            _report(settings, update, code, pause)
+            if done == updates:
+                break
 
 
 def _activate(update: "Update") -> None:

@@ -129,6 +129,7 @@ def test_gc_goes_on_when_the_store_is_there_again(shell: Shell, stub: Stub, tmp_
     with shell.running(*args) as (child, out, err):
         run, _ = (json.loads(out.readline()) for _ in range(2))  # by then the metrics of the first are written
         child.send_signal(signal.SIGINT)
+        child.wait(60)
         notes = err.read().splitlines()
     assert [json.loads(line)["note"].endswith("; the next run goes on") for line in notes[:2]] == [True, True]
     # Of each run that came to its end.
