@@ -229,7 +229,7 @@ def load(
                 chosen.append(i)
         wanted = set(chosen)
         # Those of one chunk are made when their block is there: no other thread has a part of them.
-        buffers = {i: bytearray(schema.tensors[i].nbytes) for i in wanted if schema.chunks_of(i) != 1}
+        buffers = {i: memory.room(schema.tensors[i].nbytes) for i in wanted if schema.chunks_of(i) != 1}
         keep = None
         if whole and not component and shelf.cache is not None and not shelf.cache.has_tree(made.tree):
             keep = shelf.cache.write_tree(schema, made.tree)
@@ -244,10 +244,9 @@ def load(
                     keep.write(schema.position(low), data)
                 for tensor, start, part in _parts(schema, low, high, data):
                     if tensor in wanted:
-                        if tensor in buffers:
-                            buffers[tensor][start : start + len(part)] = part
-                        else:
-                            buffers[tensor] = bytearray(part)
+                        if tensor not in buffers:
+                            buffers[tensor] = memory.room(len(part))
+                        memory.put(part, buffers[tensor], start)
             return len(data)
 
         blocks = verified.blocks()

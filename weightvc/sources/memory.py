@@ -57,6 +57,8 @@ _SEEN = 4
 
 _KEPT = 2
 _KEPT_BYTES = 256 << 20
+_LARGE = 1 << 16
+"""Bytes from which a copy by numpy, which lets other threads run, costs less than it gains."""
 
 _ASIDE, _TENSOR, _ARRAY = 0, 1, 2
 """Where a tensor's bytes are: to be asked for one by one, or as they are kept in a torch tensor or numpy array."""
@@ -450,6 +452,25 @@ def _laid_out(value: Any) -> memoryview:
 
     # Not ascontiguousarray: it makes a 0-dim array 1-dim, harmless here, but copies less plainly.
     return _numpy_bytes(numpy.array(value, dtype=value.dtype.newbyteorder("<"), order="C"))
+
+
+def room(nbytes: int) -> bytearray | memoryview:
+    """Writable memory for a tensor; what is in it is not told. Large ones lie in large pages, where there are some."""
+    if nbytes < _LARGE:
+        return bytearray(nbytes)
+    import numpy
+
+    return numpy.empty(nbytes, numpy.uint8).data
+
+
+def put(data: memoryview, target: bytearray | memoryview, start: int) -> None:
+    """Copy bytes to their place in room(); other threads go on meanwhile, where there are many."""
+    if len(data) < _LARGE:
+        target[start : start + len(data)] = data
+        return
+    import numpy
+
+    numpy.frombuffer(target, numpy.uint8)[start : start + len(data)] = numpy.frombuffer(data, numpy.uint8)
 
 
 def maker(framework: str) -> Callable[[str, tuple[int, ...], bytearray | memoryview], Any]:
