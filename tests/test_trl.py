@@ -5,6 +5,8 @@ import itertools
 import logging
 import os
 import queue
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 import weightvc
+from tests.kit.servers import free_ports
 from weightvc.errors import BadTensor, Fenced, NotPublished, Refused, Unavailable
 from weightvc.hooks import WeightTransfer
 from weightvc.repository import Repository
@@ -117,39 +120,47 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def trainer_of(
+    model: Path, out: Path, repository: Repository, steps: int, *, options: Any = None, trl: Any = None, **more: Any
+) -> Any:
+    """A trainer that publishes to a repository, with an attention that a CPU has."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, "<pad>")),
+        pad_token="<pad>",
+        eos_token="<end>",
+    )
+    settings = {
+        "max_steps": steps, "per_device_train_batch_size": SAMPLES, "token_budget": 0, "report_to": "none",
+        "learning_rate": 0.01, "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True,
+        "logging_steps": 1,
+    }  # fmt: skip
+    trainer: Any = AsyncGRPOTrainer(
+        str(model),
+        args=AsyncGRPOConfig(str(out), **{**settings, **(trl or {})}),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * SAMPLES}),
+        processing_class=tokenizer,
+        weight_transfer=WeightTransfer(repository, lambda: trainer.state.global_step, **(options or {})),
+        **{"rollout_worker": Rollouts(), **more},
+    )
+    AttentionInterface.register("tree_fa3", attention)  # over its own, which it registers when it is made
+    return trainer
+
+
 Make = Callable[..., Any]
 
 
 @pytest.fixture
 def make(model: Path, tmp_path: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes a trainer that publishes to the repository. What it has for GPUs alone is given to it: its attention, and
-    a name by which it looks up how fast one is."""
+    """Makes a trainer that publishes to the repository."""
+    # By which it would look up how fast a GPU is.
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "cpu")
 
-    def trainer(steps: int = 4, *, options: Any = None, trl: Any = None, **more: Any) -> Any:
-        from datasets import Dataset
-        from tokenizers import Tokenizer, models
-        from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-
-        words = {"<pad>": 0, "<end>": 1}
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<end>"
-        )
-        settings = {
-            "max_steps": steps, "per_device_train_batch_size": SAMPLES, "token_budget": 0, "report_to": "none",
-            "learning_rate": 0.01, "use_cpu": True, "bf16": False,
-            "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
-        }  # fmt: skip
-        made: Any = AsyncGRPOTrainer(
-            str(model),
-            args=AsyncGRPOConfig(str(tmp_path / "out"), **{**settings, **(trl or {})}),
-            train_dataset=Dataset.from_dict({"prompt": ["a"] * SAMPLES}),
-            processing_class=tokenizer,
-            weight_transfer=WeightTransfer(repository, lambda: made.state.global_step, **(options or {})),
-            **{"rollout_worker": Rollouts(), **more},
-        )
-        AttentionInterface.register("tree_fa3", attention)  # over its own, which it registers when it is made
-        return made
+    def trainer(steps: int = 4, **more: Any) -> Any:
+        return trainer_of(model, tmp_path / "out", repository, steps, **more)
 
     return trainer
 
@@ -236,13 +247,13 @@ def test_what_is_not_published_ends_the_training(make: Make, repository: Reposit
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 2:
                 repository.flush()
-                repository.store.put = fails  # type: ignore[method-assign]
+                repository.store.put = fails
 
     trainer = make(last, callbacks=[Cuts()])
     with pytest.raises(NotPublished, match="step 2 was not published: no network"):
         trainer.train()
     assert trainer.state.global_step <= 5
-    repository.store.put = put  # type: ignore[method-assign]
+    repository.store.put = put
     assert steps(repository) == [0, 1]
     make(1).train()
     assert steps(repository) == [0, 1, 0, 1]
@@ -253,12 +264,63 @@ def test_what_ends_the_training_is_heard_of_first(
 ) -> None:
     trainer = make(20)
     trainer.rollout_worker.error = RuntimeError("the worker has died")
-    repository.store.put = fails  # type: ignore[method-assign]
+    repository.store.put = fails
     with pytest.raises(RuntimeError, match="the worker has died"):
         trainer.train()
     assert "step 0 was not published" in caplog.text
     assert caplog.records[-1].levelno == logging.ERROR
     repository.flush()
+
+
+def rank(model: str, out: str, url: str) -> None:
+    """One of two ranks, which have half of each parameter; run in a process of its own."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.cuda.get_device_name = lambda *_: "cpu"
+    torch.set_num_threads(1)
+    with weightvc.open(url, cache=None) as repository:
+        trainer = trainer_of(Path(model), Path(out), repository, 1)
+        fully_shard(trainer.model)
+        assert all(isinstance(value, DTensor) for value in trainer.model.parameters())
+        for step in range(2):
+            trainer.state.global_step = step
+            trainer._sync_weight()
+            with torch.no_grad():
+                for value in trainer.model.parameters():
+                    value.add_(1)
+        assert trainer.accelerator.num_processes == 2
+        if trainer.accelerator.is_main_process:
+            trainer.weight_transfer.destroy()
+
+
+def test_what_ranks_have_shards_of_is_published_whole(model: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with weightvc.init(tmp_path / "repository", cache=None) as repository:
+        command = "import sys; from tests.test_trl import rank; rank(*sys.argv[1:])"
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", command, model, tmp_path / "out", tmp_path / "repository"],
+                env={
+                    **os.environ, "RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+                },
+                cwd=Path(__file__).parents[1],
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        try:
+            assert [one.wait(200) for one in ranks] == [0, 0]
+        finally:
+            for one in ranks:
+                one.kill()
+        assert steps(repository) == [0, 1]
+        held = dict(Qwen2ForCausalLM.from_pretrained(model).named_parameters())
+        for step in range(2):
+            served = repository.load(f"main@{{step={step}}}")
+            assert served.keys() == held.keys()
+            for name, value in held.items():
+                assert torch.equal(served[name], value + step), name
 
 
 def test_what_cannot_be_kept_is_refused_once_all_was_gathered(repository: Repository) -> None:
@@ -281,6 +343,6 @@ def test_what_cannot_be_kept_is_refused_once_all_was_gathered(repository: Reposi
 def test_what_has_no_meaning_is_refused(repository: Repository) -> None:
     for step, more in ((3, {}), (lambda: 0, {"dtype": "int3"})):
         with pytest.raises(Refused):
-            WeightTransfer(repository, step, **more)  # type: ignore[arg-type]
+            WeightTransfer(repository, step, **more)
     with pytest.raises(Refused, match="whole number"):
-        WeightTransfer(repository, lambda: 1.5).send_weights(iter([("w", torch.ones(2))]))  # type: ignore[arg-type]
+        WeightTransfer(repository, lambda: 1.5).send_weights(iter([("w", torch.ones(2))]))
