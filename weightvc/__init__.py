@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from weightvc.protocol.rebuild import Rebuilt
     from weightvc.protocol.survey import Damage, Sufferer
     from weightvc.repository import Repository, fsck, init, open
+    from weightvc.sources.transform import Transform
     from weightvc.targets import Slots, Target, Tensors
     from weightvc.worktree import Status, Verification
 
@@ -87,6 +88,7 @@ _LAZY = {
     "FsckReport": "weightvc.protocol.fsck",
     "Repository": "weightvc.repository",
     "Sufferer": "weightvc.protocol.survey",
+    "Transform": "weightvc.sources.transform",
     "fsck": "weightvc.repository",
     "init": "weightvc.repository",
     "open": "weightvc.repository",
@@ -139,6 +141,7 @@ __all__ = [
     "TensorNotFound",
     "Tensors",
     "Timings",
+    "Transform",
     "Unavailable",
     "UnsafeStore",
     "Unsupported",

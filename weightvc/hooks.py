@@ -1,13 +1,16 @@
 """Hooks: publishing where trainers of other libraries call it. They are imported when a hook is asked for.
 
 A version that could not be published does not end the training: the log `weightvc` tells of it, and the next version
-has its changes too. That the branch belongs to another trainer by now does.
+has its changes too. That the branch belongs to another trainer by now does. (With TRL any failure does, as one of its
+own weight transfers would.)
 """
 
 import logging
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from weightvc.errors import Fenced, NotPublished, Refused
+from weightvc.errors import BadTensor, Fenced, NotPublished, Refused
 
 if TYPE_CHECKING:
     import torch
@@ -96,3 +99,68 @@ def trainer_callback(repository: "Repository", *, every: int = 1, **options: Any
                 repository.flush()
 
     return Publish()
+
+
+class WeightTransfer:
+    """The `weight_transfer` of an AsyncGRPOTrainer of TRL: each of its weight syncs is a version.
+
+    It publishes what TRL hands over, under TRL's names: the parameters that are trained, whole, with adapters merged.
+    Its engines are not paused and not told: they follow the branch.
+    """
+
+    def __init__(self, repository: "Repository", step: Callable[[], int], **options: Any) -> None:
+        """`step` is called at each sync for the version's label, which TRL does not hand over: give
+        `lambda: trainer.state.global_step`. `options` are those of Repository.commit_async()."""
+        from weightvc.sources.cast import target
+
+        if not callable(step):
+            raise Refused(f"step={step!r:.100}: give a function, such as lambda: trainer.state.global_step")
+        dtype = options.get("dtype")
+        self._repository = repository
+        self._step = step
+        self._kind = "" if dtype is None else target(dtype)
+        self._options = options
+
+    def init_weight_transfer(self) -> None:
+        """Nothing: TRL sends the weights that it starts with next."""
+
+    def pause(self) -> None:
+        """Nothing: engines pause by themselves, when they have the version."""
+
+    def send_weights(self, iterator: "Iterator[tuple[str, torch.Tensor]]") -> None:
+        """Copy tensors, and commit them behind the training. What is not in main memory is copied there, one after
+        the other.
+
+        Raises NotPublished if versions before could not be published, and Refused (and its kinds) for what cannot be
+        committed: nothing is taken then, and the training ends.
+        """
+        from weightvc.sources.cast import rounded
+
+        tensors: dict[str, torch.Tensor] = {}
+        twice: set[str] = set()
+        # To its end, whatever is wrong: each tensor is gathered by all ranks, and they would wait for this one.
+        for name, tensor in iterator:
+            if name in tensors:
+                twice.add(name)
+            # Not kept on their device: of a sharded model, there is no room for the whole of it.
+            tensors[name] = tensor if tensor.is_cpu else rounded(tensor, self._kind).cpu()
+        if twice:
+            raise BadTensor(f"TRL handed over more than one tensor of a name: {', '.join(sorted(twice))[:300]}")
+        self._repository.commit_async(tensors, step=self._step(), **self._options)
+
+    def resume(self) -> None:
+        """Nothing: see pause()."""
+
+    def destroy(self) -> None:
+        """Wait until all versions are published; TRL calls it when the training ends, or has failed.
+
+        Raises NotPublished if some were not, unless an exception ends the training: then the log `weightvc` says so.
+        """
+        ended_by = sys.exc_info()[1]
+        try:
+            self._repository.flush()
+        except NotPublished as error:
+            if ended_by is None:
+                raise
+            # What ended the training is what the caller is to hear of first.
+            _log.error("%s", error)

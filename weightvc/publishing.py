@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weightvc.sources.base import Source
     from weightvc.sources.shards import Shards
     from weightvc.sources.snapshot import Arenas
+    from weightvc.sources.transform import Transform
     from weightvc.writer import Added, Writer
 
 Labels = tuple[str, int | None, str | None, Mapping[str, Any] | None]
@@ -63,6 +64,7 @@ class Publishing(History):
         metadata: Mapping[str, Any] | None = None,
         dtype: Any = None,
         names: "Literal['hf', 'as-is'] | Callable[[str], str]" = "hf",
+        transform: "Transform | None" = None,
         on_conflict: Literal["raise", "rebase"] = "raise",
         base: bool = False,
         codec: Literal["small", "fast", "auto"] = "small",
@@ -74,7 +76,8 @@ class Publishing(History):
         Once it returns, the tensors may change: the version has what they held when it was called. Tensors of a CUDA
         device are copied there, in the current stream, and cross the bus behind the caller. Files are not copied:
         leave them until the future is done. Copies take (`queue` + 1) times the bytes that are committed, at most, of
-        main memory (pinned, for tensors of a CUDA device), kept for the next ones until close().
+        main memory (pinned, for tensors of a CUDA device), kept for the next ones until close(). A transform is
+        called before it returns, and what it gives is copied.
 
         Commits are made in order, one after the other, each as a whole. At most `queue` wait beside the one that is
         being made; if there are as many, `when_full` says what happens: "wait" for room, "skip" the oldest that waits
@@ -90,13 +93,14 @@ class Publishing(History):
         from weightvc.sources.cast import cast
         from weightvc.sources.files import FileSource
         from weightvc.sources.module import SavedSource
+        from weightvc.sources.transform import checked
 
-        labels = self._asked(branch, on_conflict, codec, message, step, run, metadata)
+        labels = self._asked(branch, on_conflict, codec, message, step, run, checked(transform, dtype, metadata))
         publisher, arenas = self._made_behind()
 
         def take() -> "Source":
             # Opened without a dtype: rounding is part of the copy.
-            opened = open_source(source, names=names)
+            opened = open_source(source, names=names, transform=transform)
             if opened is not source and isinstance(opened, FileSource | SavedSource):
                 return opened if dtype is None else cast(opened, dtype)
             try:
@@ -106,7 +110,8 @@ class Publishing(History):
                     opened.close()
 
         def commit(taken: "Source") -> Version:
-            return self._commit_next(taken, branch, on_conflict, base, codec, labels, castable=dtype is None)
+            castable = dtype is None and transform is None
+            return self._commit_next(taken, branch, on_conflict, base, codec, labels, castable=castable)
 
         label = f"a commit to {branch}" if step is None else f"step {step}"
         return publisher.submit(label, take, commit, queue=queue, when_full=when_full)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from weightvc.protocol.plan import Plan
     from weightvc.protocol.stored import VersionSource
     from weightvc.sources.base import Source
+    from weightvc.sources.transform import Transform
     from weightvc.worktree import Status, Verification
 
 
@@ -149,6 +150,7 @@ class Repository(Publishing, Retention, Recovery):
         metadata: Mapping[str, Any] | None = None,
         dtype: Any = None,
         names: "Literal['hf', 'as-is'] | Callable[[str], str]" = "hf",
+        transform: "Transform | None" = None,
         expect: Ref | None = None,
         parents: Sequence[Ref] = (),
         on_conflict: Literal["raise", "rebase"] = "raise",
@@ -164,7 +166,8 @@ class Repository(Publishing, Retention, Recovery):
         `dtype` casts floating tensors ("bfloat16", "float16", "float32", or the torch.dtype) with torch's rounding;
         the dtype that a config.json beside them names becomes that as well. `names` says how a module's tensors are
         called: as its save_pretrained would, as in its state_dict, or as a function says. A model of transformers
-        has to write itself to disk for the first of these, at every commit.
+        has to write itself to disk for the first of these, at every commit. `transform`, a Transform, makes what is
+        served of what was opened so: the tensors that it gives are committed alone, without files beside them.
         Nothing is copied: do not change the tensors (or train on) until it returns; commit_async() copies them. What
         was committed so before is waited for, and NotPublished raised if it failed.
 
@@ -181,11 +184,13 @@ class Repository(Publishing, Retention, Recovery):
         Whatever is raised, the branch reads as before, or (StateUnknown) perhaps as after.
         """
         from weightvc.sources import open_source
+        from weightvc.sources.transform import checked
 
         check_choices(on_conflict, codec)
         check_words(message, self.author)
+        metadata = checked(transform, dtype, metadata)
         self.flush()
-        opened = open_source(source, names=names, dtype=dtype, name=name, exclude=exclude)
+        opened = open_source(source, names=names, dtype=dtype, name=name, exclude=exclude, transform=transform)
         try:
             return self._commit(
                 opened,
@@ -197,7 +202,7 @@ class Repository(Publishing, Retention, Recovery):
                 codec=codec,
                 labels=(message, step_of(step), run, metadata),
                 # A version that is committed again is as it was served.
-                castable=dtype is None and opened is not source,
+                castable=dtype is None and transform is None and opened is not source,
             )
         finally:
             if opened is not source:
@@ -318,12 +323,18 @@ class Repository(Publishing, Retention, Recovery):
                 return version
 
     def revert(self, ref: Ref, *, branch: str = HEAD, message: str | None = None, **options: Any) -> Version:
-        """Make a new version on a branch with the tree and layout of `ref`: back, by going forward."""
+        """Make a new version on a branch with the tree and layout of `ref`: back, by going forward.
+
+        Its metadata says which transform made it, as that of `ref` does.
+        """
+        from weightvc.sources.transform import kept
+
         refs = self._refs()
         entry = refs.resolve(ref).entry
         old = version_of(entry)
         with self._open(refs, entry, whole=True) as source:
             text = f"revert to {old.short}" + (f": {old.message}" if old.message else "")
+            options["metadata"] = {**kept(old.metadata), **(options.get("metadata") or {})}
             return self.commit(
                 source, branch=branch, message=text if message is None else message, step=old.step, **options
             )

@@ -273,6 +273,20 @@ def test_a_moved_branch_is_a_conflict(shell: Shell, history: dict[str, str], fol
     shell.run("commit", "out", "--expect", "main")
 
 
+def test_of_two_trainers_by_command_one_goes_on(shell: Shell, history: dict[str, str]) -> None:
+    one = other = shell.json("show", "main")["id"]
+    for step in range(2):
+        one = shell.json("commit", "1.safetensors", "--expect", one, "--step", step)["id"]
+    shell.fails(4, "commit", "2.safetensors", "--expect", other, "--step", "7")
+    shell.run("branch", "newer", "main")
+    shell.run("reset", "main", "main@{step=0}", "--rewind")
+    back = shell.json("show", "main")["id"]
+    shell.json("commit", "2.safetensors", "--expect", back, "--step", "1")
+    shell.fails(4, "commit", "1.safetensors", "--expect", one, "--step", "2")
+    assert [version["step"] for version in shell.json("log", "-n", "2")] == [1, 0]
+    assert shell.json("show", "newer")["id"] == one
+
+
 def test_expect(shell: Shell, history: dict[str, str]) -> None:
     shell.fails(4, "commit", "1.safetensors", "--expect", "main~1")
     shell.fails(4, "commit", "1.safetensors", "--expect", "")

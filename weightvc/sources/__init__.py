@@ -3,10 +3,13 @@
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightvc.errors import Refused
 from weightvc.sources.base import Layout, LayoutFile, Source, TensorInfo
+
+if TYPE_CHECKING:
+    from weightvc.sources.transform import Transform
 
 __all__ = ["Layout", "LayoutFile", "Source", "TensorInfo", "open_source"]
 
@@ -18,6 +21,7 @@ def open_source(
     dtype: Any = None,
     name: str | None = None,
     exclude: Iterable[str] = (),
+    transform: "Transform | None" = None,
 ) -> Source:
     """Open whatever can be committed; close() the result.
 
@@ -25,7 +29,8 @@ def open_source(
     tensors or numpy arrays (or of components to such mappings), a torch.nn.Module, or a Source. `names` is
     for modules (see open_module), `name` and `exclude` for files (see open_files). `dtype` has floating
     tensors read as "bfloat16", "float16" or "float32" (or the torch.dtype of that name).
-    Raises Refused (BadFile, BadTensor, BadName) and, for URLs, StoreError.
+    `transform` makes tensors of what was opened, and is called here.
+    Raises Refused (BadFile, BadTensor, BadName) and, for URLs, StoreError; and what the transform raises.
     """
     from weightvc.sources import cast as casting
 
@@ -58,6 +63,12 @@ def open_source(
             f"a {type(source).__module__}.{type(source).__qualname__} cannot be committed: give a path, URL, "
             "a mapping of names to tensors, or a torch module"
         )
+    if transform is not None:
+        try:
+            return transform.apply(opened)
+        finally:
+            if opened is not source:
+                opened.close()
     if dtype is None:
         return opened
     try:
