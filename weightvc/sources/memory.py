@@ -455,7 +455,7 @@ def _laid_out(value: Any) -> memoryview:
 
 
 def room(nbytes: int) -> bytearray | memoryview:
-    """Writable memory for a tensor; what is in it is not told. Large ones lie in large pages, where there are some."""
+    """Writable memory for a tensor, with anything in it. Large ones lie in large pages, where there are some."""
     if nbytes < _LARGE:
         return bytearray(nbytes)
     import numpy
