@@ -227,7 +227,10 @@ def steps(
 
 
 def cold(bench: Bench) -> None:
-    """A first version from nothing."""
+    """A first version from nothing, by a process that has the compiled passes loaded, as one that follows has."""
+    from weightvc_kernels import planes
+
+    planes.prepare()
     bench.found["cold"] = {}
     for copies in (1, 6):
         (model,) = bench.models(copies, 1)
@@ -347,6 +350,11 @@ def followers(url: str, options: dict[str, Any], count: int, every: float, ready
     """Some followers in threads of one process: ages and lags of all their updates."""
     import threading
 
+    from weightvc_kernels import context, rice
+
+    # A host of a fleet that has run for a while has loaded them.
+    context.prepare()
+    rice.prepare()
     found: list[dict[str, Any]] = []
 
     def one() -> None:
@@ -400,11 +408,11 @@ def digest_of(tensors: dict[str, Any]) -> str:
     return whole.hexdigest()
 
 
-def fleet(bench: Bench, seconds: float, count: int = 64, processes: int = 4, every: float = 0.25) -> None:
+def fleet(bench: Bench, seconds: float, count: int = 64, processes: int = 4, every: float = 0.45) -> None:
     """Followers of a branch that moves every second."""
     spawn = multiprocessing.get_context("spawn")
     run, url, digests = catchup.Run(1 << 19), f"s3://{BUCKET}/fleet", {}
-    with bench.init("fleet", cache=None) as repository:
+    with bench.init("fleet", cache=bench.folder / "fleet") as repository:
 
         def commit(step: int) -> None:
             digests[step] = digest_of(torch_model(run.tensors()))
@@ -519,6 +527,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chain", type=Path)
     parser.add_argument("--seconds", type=float, default=120, help="of the fleet")
+    parser.add_argument("--every", type=float, default=0.45, help="seconds between looks of the fleet")
     parser.add_argument("--versions", type=int, default=1000, help="of catching up")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, Seaweed() as server:
@@ -528,7 +537,7 @@ def main() -> None:
             "cold": lambda: cold(bench),
             "behind": lambda: behind(bench, arguments.versions),
             "activate": lambda: activate(bench),
-            "fleet": lambda: fleet(bench, arguments.seconds),
+            "fleet": lambda: fleet(bench, arguments.seconds, every=arguments.every),
         }
         for part in arguments.parts or PARTS:
             say(part)
