@@ -148,6 +148,7 @@ __all__ = [
     "Watch",
     "WeightvcError",
     "WeightvcWarning",
+    "dcp",
     "diff",
     "engines",
     "fsck",
@@ -163,7 +164,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("engines", "hooks"):
+    if name in ("dcp", "engines", "hooks"):
         return import_module(f"weightvc.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'weightvc' has no attribute {name!r}")
