@@ -42,7 +42,7 @@ from weightvc.errors import (
 )
 
 if TYPE_CHECKING:
-    from weightvc import engines, hooks
+    from weightvc import dcp, engines, hooks
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.group import Group

@@ -134,7 +134,8 @@ class Writer(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave out what is not to be published. Raises Refused for what nobody asked for and nobody can mean."""
         if self._keys is not None:
-            return replace(plan, items=[item for item in plan.items if _below(item.index.fqn, self._keys)])
+            chosen = [item for item in plan.items if _below(item.index.fqn, self._keys)]
+            return replace(plan, items=chosen, storage_data=self._keys)
         found = sorted({item.index.fqn for item in plan.items if _is_optimizer(item.index.fqn)})
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -177,6 +178,12 @@ class Writer(StorageWriter):
 
     def _shards(self, plan: SavePlan, planner: SavePlanner, results: list[WriteResult]) -> Shards:
         """What this rank has of the version."""
+        if plan.storage_data != self._keys:
+            # Else what it leaves out would be lost in silence.
+            raise Refused(
+                f"the planner goes by a plan that it made for keys={plan.storage_data!r:.200}, and this writer has "
+                f"keys={self._keys!r:.200}: give it enable_plan_caching=False"
+            )
         parts: list[Part] = []
         files: dict[str, bytes] = {}
         called: dict[str, str] = {}
