@@ -42,7 +42,7 @@ from weightvc.errors import (
 )
 
 if TYPE_CHECKING:
-    from weightvc import engines, hooks
+    from weightvc import dcp, engines, hooks
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.group import Group
@@ -151,6 +151,7 @@ __all__ = [
     "Watch",
     "WeightvcError",
     "WeightvcWarning",
+    "dcp",
     "diff",
     "engines",
     "fsck",
@@ -166,7 +167,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("engines", "hooks"):
+    if name in ("dcp", "engines", "hooks"):
         return import_module(f"weightvc.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'weightvc' has no attribute {name!r}")

@@ -32,13 +32,24 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 
 class WeightvcError(Exception):
     """Base of all errors; `exit_code` is what the command line exits with."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Those that are made with keywords cannot be made again of their text alone, which is how exceptions are
+        # unpickled; and ranks tell each other what failed by pickles.
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[WeightvcError], args: tuple[Any, ...], known: dict[str, Any]) -> WeightvcError:
+    made = kind.__new__(kind, *args)
+    made.__dict__.update(known)
+    return made
 
 
 class WeightvcWarning(UserWarning):

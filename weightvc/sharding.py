@@ -14,7 +14,7 @@ from weightvc.objects.version import Version
 from weightvc.protocol import commit, pins, resolve
 from weightvc.protocol.commit import Baseline, Labels
 from weightvc.protocol.refs import Refs, check_name, moved
-from weightvc.protocol.shares import Division, Kept, Owned, Plan, Receipt, Share, Whole, blocks_of
+from weightvc.protocol.shares import Division, Kept, Owned, Plan, Receipt, Share, Whole, blocks_of, layout_of
 from weightvc.ranks import Ranks, exchange, gather, tell
 from weightvc.sources.shards import Offered, Shards
 
@@ -118,18 +118,21 @@ class Sharding:
 
             def make() -> Receipt:
                 made[0].learn([*chain.from_iterable(samples)])
-                return made[0].make()
+                receipt = made[0].make()
+                receipt.files = shards.files
+                return receipt
 
             receipts = tell(ranks, make)
 
             def publish() -> str | None:
                 if ranks.rank:
                     return None
-                whole = Whole(shelf, division, receipts, parent, transaction)
+                source = Owned(division, shards, 0, parcels)
+                source.layout = layout_of(schema, receipts)
                 return _publish(
                     repository,
-                    whole,
-                    Owned(division, shards, 0, parcels),
+                    Whole(shelf, division, receipts, parent, transaction),
+                    source,
                     receipts,
                     parent,
                     transaction,

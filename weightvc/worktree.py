@@ -25,7 +25,7 @@ from weightvc.protocol.files import File
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.state import Lying, read_chunks
-from weightvc.protocol.stored import VersionSource
+from weightvc.protocol.stored import VersionSource, parts
 from weightvc.protocol.workspace import recover
 from weightvc.sources.base import Source
 from weightvc.sources.header import collector_paused
@@ -217,7 +217,7 @@ def load(
         schema = verified.tree.schema
         chosen = [i for i, tensor in enumerate(schema.tensors) if tensor.component == component]
         if whole and not chosen and (schema.tensors or component):
-            raise _no_component(made, component, schema)
+            raise no_component(made, component, schema)
         if callable(names):
             names = names(verified.tree)
         if names is not None:
@@ -242,7 +242,7 @@ def load(
             with verified.meter.part("apply"):
                 if keep is not None:
                     keep.write(schema.position(low), data)
-                for tensor, start, part in _parts(schema, low, high, data):
+                for tensor, start, part in parts(schema, low, high, data):
                     if tensor in wanted:
                         if tensor not in buffers:
                             buffers[tensor] = memory.room(len(part))
@@ -266,20 +266,8 @@ def load(
             return {info.name: make(info.dtype, info.shape, buffer) for info, buffer in infos}
 
 
-def _parts(schema: Schema, low: int, high: int, data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """The tensors that chunks [low, high) have `data` of: where in the tensor a part begins, and the part."""
-    positions, chunk = schema.positions, low
-    tensor = schema.tensor_of(low)
-    while chunk < high:
-        while schema.first_chunk[tensor + 1] <= chunk:
-            tensor += 1
-        end = min(schema.first_chunk[tensor + 1], high)
-        begin, stop = positions[chunk], positions[end]
-        yield tensor, begin - schema.offset[tensor], data[begin - positions[low] : stop - positions[low]]
-        chunk = end
-
-
-def _no_component(made: Version, component: str, schema: Schema) -> TensorNotFound:
+def no_component(made: Version, component: str, schema: Schema) -> TensorNotFound:
+    """The error that names the components that there are."""
     there = sorted({tensor.component for tensor in schema.tensors})
     what = f"component {component!r:.200}" if component else "tensors outside of components"
     return TensorNotFound(f"version {made.short} has no {what}: name one of {some([repr(name) for name in there])}")

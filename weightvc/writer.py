@@ -3,7 +3,7 @@
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,6 +138,7 @@ class Added:
         self.offered = offered
         self.tensors: Sequence[TensorInfo] = [tensor for tensor, _ in offered]
         self.layout: Layout | None = None
+        self.files: Mapping[str, bytes] = {}
         self._readers = readers
 
     def read(self, index: int, start: int, stop: int) -> memoryview | bytes:

@@ -1,4 +1,4 @@
-"""Ranks in threads: a job of any number of them, any of which can die."""
+"""Ranks: a job of any number of them in threads, any of which can die; or in processes that have a gloo group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.kit import faults
 from tests.kit.faults import Killed
 
 
@@ -57,3 +58,21 @@ class Job:
             thread.join(120)
             assert not thread.is_alive()
         return results
+
+
+def processes(world: int, folder: Any, work: Any) -> list[int]:
+    """work(rank) in forked processes that have a gloo group; how each ended."""
+
+    def one(rank: int) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=rank, world_size=world)
+        try:
+            return work(rank)
+        finally:
+            dist.destroy_process_group()
+
+    children = [faults.fork(lambda rank=rank: one(rank), folder / f"result{rank}") for rank in range(world)]
+    return [faults.wait(child) for child in children]

@@ -12,7 +12,7 @@ import torch
 import weightvc
 from tests.kit import faults
 from tests.kit.faults import Faulty, Killed
-from tests.kit.ranks import Job
+from tests.kit.ranks import Job, processes
 from tests.kit.weights import Bits, Weights, flipped, held, tensor, tiny_format
 from weightvc.errors import BadTensor, BranchMoved, Fenced, NotPublished, Refused, Unavailable
 from weightvc.objects import dtypes
@@ -325,23 +325,6 @@ def test_what_is_kept_is_not_believed(url):
 
 
 # Through torch.distributed
-
-
-def processes(world: int, folder: Any, work: Any) -> list[int]:
-    """work(rank) in forked processes that have a gloo group; how each ended."""
-
-    def one(rank: int) -> Any:
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=rank, world_size=world)
-        try:
-            return work(rank)
-        finally:
-            dist.destroy_process_group()
-
-    children = [faults.fork(lambda rank=rank: one(rank), folder / f"result{rank}") for rank in range(world)]
-    return [faults.wait(child) for child in children]
 
 
 def model(step: int) -> dict[str, torch.Tensor]:

@@ -22,10 +22,12 @@ from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.tree import Tree
 from weightvc.protocol import parallel, state
 from weightvc.protocol.commit import Baseline, Block, Build, Coded, Packer, sampled
+from weightvc.protocol.files import files
 from weightvc.protocol.shelf import Shelf
-from weightvc.sources.base import Layout
+from weightvc.sources.base import Layout, LayoutFile
 from weightvc.sources.header import shown
 from weightvc.sources.memory import check_components
+from weightvc.sources.paths import check_files
 from weightvc.sources.shards import Box, Offered, Runs, runs
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class Has(Protocol):
     """What a rank has."""
 
     offered: Sequence[Offered]
+    files: Mapping[str, bytes]
+    """By path: what lies beside the tensors."""
 
     def read(self, index: int, start: int, stop: int) -> memoryview | bytes:
         """Bytes [start, stop) of offered[index]."""
@@ -282,6 +286,8 @@ class Receipt:
     unread: list[str] = field(default_factory=list)
     written: int = 0
     """Bytes that the rank has uploaded."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """By path: what the rank has beside its tensors."""
 
 
 class _Sender:
@@ -438,6 +444,20 @@ class Whole:
                     packer.add(said.coded.chunks, said.coded.codec, said.payload, said.coded.check)
             close()
             return packer.finish()
+
+
+def layout_of(schema: Schema, receipts: Sequence[Receipt]) -> Layout | None:
+    """Where the files lie that ranks have beside the tensors, and these with them; None if there are none.
+
+    Raises BadName or BadFile for paths that cannot be written, alone or together.
+    """
+    beside = [LayoutFile(path, len(data), data) for receipt in receipts for path, data in receipt.files.items()]
+    if not beside:
+        return None
+    weights = [LayoutFile(file.path, file.size, bytes(file.content), weights=True) for file in files(schema, None)]
+    made = sorted(beside + weights, key=lambda file: file.path.encode())
+    check_files([file.path for file in made])
+    return Layout(tuple(made))
 
 
 def blocks_of(schema: Schema, parent: Tree | None) -> list[tuple[int, int]]:

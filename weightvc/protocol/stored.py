@@ -1,10 +1,13 @@
 """A version as a source: what can be committed again, compared, or read tensor by tensor."""
 
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from weightvc.objects.catalogue import Entry
+from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
-from weightvc.protocol import resolve
+from weightvc.protocol import parallel, resolve
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
 from weightvc.sources.base import Layout, LayoutFile
@@ -49,6 +52,25 @@ class VersionSource:
         chunks = self.tree.schema.first_chunk
         return memoryview(self.verified.read(chunks[first], chunks[last]))
 
+    def parts(self, spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, memoryview]]:
+        """(tensor, where in it, bytes) of all chunks that have bytes of `spans` (tensor, start, stop), in order of
+        tensors. Each block is read once, on threads; what else it has comes along."""
+        schema = self.tree.schema
+        wanted = bytearray(schema.chunks)
+        for tensor, start, stop in spans:
+            if start < stop:
+                low, high = schema.chunk_at(tensor, start), schema.chunk_at(tensor, stop - 1) + 1
+                wanted[low:high] = b"\x01" * (high - low)
+        blocks = [(low, high) for low, high in self.verified.blocks() if wanted.find(1, low, high) >= 0]
+
+        def read(block: tuple[int, int]) -> tuple[int, int, memoryview]:
+            return *block, memoryview(self.verified.read(*block))
+
+        with ThreadPoolExecutor(parallel.workers(), "weightvc-load") as pool:
+            window = 2 * parallel.workers() + 2
+            for low, high, data in parallel.ordered(pool, read, self.verified.runs(blocks), window):
+                yield from parts(schema, low, high, data)
+
     def check(self) -> None:
         """A version never changes."""
 
@@ -61,3 +83,16 @@ class VersionSource:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def parts(schema: Schema, low: int, high: int, data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """The tensors that chunks [low, high) have `data` of: where in the tensor a part begins, and the part."""
+    positions, chunk = schema.positions, low
+    tensor = schema.tensor_of(low)
+    while chunk < high:
+        while schema.first_chunk[tensor + 1] <= chunk:
+            tensor += 1
+        end = min(schema.first_chunk[tensor + 1], high)
+        begin, stop = positions[chunk], positions[end]
+        yield tensor, begin - schema.offset[tensor], data[begin - positions[low] : stop - positions[low]]
+        chunk = end

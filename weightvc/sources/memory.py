@@ -487,6 +487,20 @@ def to_torch(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -
     """
     import torch
 
+    kind, shape = torch_kind(dtype, shape)
+    if len(data) == 0:
+        return torch.empty(shape, dtype=kind)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(kind)
+    return flat if len(shape) == 1 else flat.reshape(shape)
+
+
+def torch_kind(dtype: str, shape: tuple[int, ...]) -> "tuple[torch.dtype, tuple[int, ...]]":
+    """The dtype and shape of the torch tensor for a tensor: those of F4 have half the last extent.
+
+    Raises BadTensor for what torch lacks (F6).
+    """
+    import torch
+
     name = _TORCH_NAMES.get(dtype)
     kind = getattr(torch, name, None) if name else None
     if kind is None or (dtype == "F4" and (not shape or shape[-1] % 2)):
@@ -494,12 +508,7 @@ def to_torch(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -
         raise BadTensor(
             f"torch {torch.__version__} has no tensor for {dtype} of shape {list(shape)}: check out files"
         )
-    if dtype == "F4":
-        shape = (*shape[:-1], shape[-1] // 2)
-    if len(data) == 0:
-        return torch.empty(shape, dtype=kind)
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(kind)
-    return flat if len(shape) == 1 else flat.reshape(shape)
+    return kind, (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
 
 
 def to_numpy(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -> "numpy.ndarray[Any, Any]":

@@ -36,6 +36,15 @@ class Offered(NamedTuple):
     box: Box
 
 
+class Part(NamedTuple):
+    """A piece of a tensor of this name and shape, as a tensor of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    value: Any
+
+
 @dataclass(frozen=True)
 class Runs:
     """Where a box's bytes are in its tensor: runs of `length` bytes each, which begin at `starts`, ascending."""
@@ -111,11 +120,13 @@ def runs(offered: Offered) -> Runs:
 
 
 class Shards:
-    """What a rank has, as `offered`, and `source`, whose tensor number i has the bytes of offered[i]."""
+    """What a rank has, as `offered`, and `source`, whose tensor number i has the bytes of offered[i]; and `files`,
+    which lie beside the tensors, by path."""
 
-    def __init__(self, offered: Sequence[Offered], source: Source) -> None:
+    def __init__(self, offered: Sequence[Offered], source: Source, files: Mapping[str, bytes] | None = None) -> None:
         self.offered: Sequence[Offered] = list(offered)
         self.source = source
+        self.files = files or {}
 
     def read(self, index: int, start: int, stop: int) -> memoryview | bytes:
         """Bytes [start, stop) of offered[index]."""
@@ -128,36 +139,44 @@ def open_shards(tensors: Mapping[str, Any], dtype: Any = None) -> Shards:
 
     Raises BadTensor naming tensors that cannot be kept: also a DTensor with a Partial placement.
     """
-    pieces: list[tuple[str, tuple[int, ...], Box, Any]] = []
+    parts: list[Part] = []
     faults = []
     for name, value in tensors.items():
-        if fault := name_fault(name):
-            faults.append(f"{name!r:.200}: {fault}")
-            continue
         try:
             if _is_sharded(value):
-                pieces += [(name, tuple(value.shape), box, piece) for box, piece in _boxes(value)]
+                parts += [Part(name, tuple(value.shape), box, part) for box, part in _boxes(value)]
             elif hasattr(value, "shape"):
                 shape = tuple(value.shape)
-                pieces.append((name, shape, tuple((0, extent) for extent in shape), value))
+                parts.append(Part(name, shape, tuple((0, extent) for extent in shape), value))
             else:
-                pieces.append((name, (), (), value))
+                parts.append(Part(name, (), (), value))
         except BadTensor as error:
             faults.append(f"{name!r:.200}: {error}")
     if faults:
         raise BadTensor(f"this rank has what cannot be kept: {'; '.join(faults[:10])}")
+    return open_parts(parts, dtype)
+
+
+def open_parts(parts: Sequence[Part], dtype: Any = None, files: Mapping[str, bytes] | None = None) -> Shards:
+    """What this rank has, as parts of tensors; floating ones are read as `dtype`. Nothing is copied.
+
+    Raises BadTensor naming tensors that cannot be kept.
+    """
+    faults = [f"{part.name!r:.200}: {fault}" for part in parts if (fault := name_fault(part.name))]
+    if faults:
+        raise BadTensor(f"this rank has what cannot be kept: {'; '.join(faults[:10])}")
     # In the order of their numbers, under names that tell a fault.
-    width = len(str(len(pieces)))
-    named = {f"{i:0{width}} {name}": piece for i, (name, _, _, piece) in enumerate(pieces)}
+    width = len(str(len(parts)))
+    named = {f"{i:0{width}} {name}": part for i, (name, _, _, part) in enumerate(parts)}
     opened: Source = open_tensors(named, "this rank's shards")
     source = cast(opened, dtype) if dtype is not None else opened
     offered = []
-    for (name, shape, box, _), info in zip(pieces, source.tensors, strict=True):
+    for (name, shape, box, _), info in zip(parts, source.tensors, strict=True):
         if tuple(stop - start for start, stop in box) == shape:
             # As it is: packed types count their last extent otherwise than torch.
             shape, box = info.shape, tuple((0, extent) for extent in info.shape)
         offered.append(Offered(TensorInfo("", name, info.dtype, shape, dtypes.nbytes(info.dtype, shape)), box))
-    return Shards(offered, source)
+    return Shards(offered, source, files)
 
 
 def _is_sharded(value: Any) -> bool:
