@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import weightvc
-from tests.kit import history
+from tests.kit import history, memory
 from tests.kit.weights import Bits
 from weightvc.objects import key
 from weightvc.objects import root as roots
@@ -197,7 +197,7 @@ def collecting(url: str, rounds: int = 3) -> dict[str, Any]:
         found = collect.run(Shelf(store, None), dry_run=True)
         best["run"] = min(best["run"], time.perf_counter() - began)
         kinds = dict(store.read)
-    memory = peak() - before
+    taken = peak() - before
     with collect.collector_paused():
         for _ in range(rounds):
             began = time.perf_counter()
@@ -207,15 +207,14 @@ def collecting(url: str, rounds: int = 3) -> dict[str, Any]:
             began = time.perf_counter()
             collect.mark(shelf, root, sight, grace=3600)
             best["mark"] = min(best["mark"], time.perf_counter() - began)
-    return {"objects": found.listed.objects.total(), "memory": memory, "read": kinds, "seconds": best}
+    return {"objects": found.listed.objects.total(), "memory": taken, "read": kinds, "seconds": best}
 
 
 def peak() -> int:
     """Bytes that this process has had at most."""
-    status = Path("/proc/self/status")
-    if status.exists():
+    if memory.STATUS.exists():
         # Not ru_maxrss, which on Linux begins with what the parent held when it made this process.
-        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+        return memory.status("VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from tests import test_interleavings as small
 from tests.kit import crowd, fleet
-from tests.kit.schedule import explore, scheduled, wander
+from tests.kit.orders import explore, wander
+from tests.kit.schedule import scheduled
 from tests.kit.seaweed import Seaweed
 
 WHAT = ("orders", "local", "s3", "hosts", "hosts-s3")

@@ -15,6 +15,7 @@ from functools import cache
 import pytest
 
 from tests.kit.faults import Killed
+from tests.kit.orders import explore, wander
 from tests.kit.schedule import (
     GRACE,
     Actor,
@@ -23,10 +24,8 @@ from tests.kit.schedule import (
     Scenario,
     View,
     World,
-    explore,
     mutated,
     scheduled,
-    wander,
 )
 from tests.kit.weights import Bits, Weights, flipped, held, tensor
 from weightvc.errors import Unavailable, WeightvcError

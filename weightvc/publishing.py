@@ -1,20 +1,22 @@
-"""Publishing: what a repository offers to a trainer that does not wait for its commits."""
+"""Publishing: how a commit is made, and what a repository offers to a trainer that does not wait for its commits."""
 
 import logging
 import operator
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from weightvc.errors import Conflict, NotPublished, Refused
-from weightvc.history import HEAD, History, Ref, check_no_tag, version_of
+from weightvc.errors import BranchMoved, Conflict, Expired, NotPublished, Refused, StateUnknown, WeightvcWarning
+from weightvc.history import HEAD, RESTARTS, History, Ref, check_no_tag, version_of
 from weightvc.objects import key, version
 from weightvc.objects.catalogue import CLAIM, Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version, check_words
 from weightvc.protocol import coder
-from weightvc.protocol.refs import Refs, check_name, promised
+from weightvc.protocol.refs import Refs, check_name, moved, promised
 
 if TYPE_CHECKING:
     from weightvc.publisher import Publisher, WhenFull
@@ -32,26 +34,10 @@ _log: Final = logging.getLogger("weightvc")
 
 
 class Publishing(History):
-    """Commits that are made behind the caller."""
+    """Commits, at once or behind the caller."""
 
     _behind: "tuple[Publisher, Arenas] | None" = None
     _sharding: "Sharding | None" = None
-
-    def _commit(
-        self,
-        source: "Source",
-        *,
-        branch: str | None,
-        expect: Ref | None,
-        parents: Sequence[Ref],
-        rebase: bool,
-        base: bool,
-        codec: str,
-        labels: Labels,
-        castable: bool,
-    ) -> Version:
-        """Commit a source; Repository has it."""
-        raise NotImplementedError
 
     def commit_async(
         self,
@@ -362,6 +348,121 @@ class Publishing(History):
         if branch != HEAD:
             check_name(branch)
         return said.message, said.step, said.run, said.metadata
+
+    def _commit(
+        self,
+        source: "Source",
+        *,
+        branch: str | None,
+        expect: Ref | None,
+        parents: Sequence[Ref],
+        rebase: bool,
+        base: bool,
+        codec: str,
+        labels: Labels,
+        castable: bool,
+    ) -> Version:
+        """Commit a source, as often as it takes where another writer or the collector comes between."""
+        from weightvc.protocol import commit, pins, resolve
+        from weightvc.sources.header import collector_paused
+
+        with collector_paused():
+            schema = self._shelf.schema_of(source.tensors)
+        message, step, run, metadata = labels
+        said = commit.Labels(message, step, run, metadata, self.author)
+        restarts = 0
+        while True:
+            root = self.refresh()
+            seen = self._seen
+            refs = Refs(self._shelf, root)
+            if branch is not None:
+                target = check_name(root.default if branch == HEAD else branch)
+                head = root.branches.get(target)
+                epoch = self._epoch(root, target)
+                wanted = self._wanted(refs, target, head, expect)
+                if head != wanted:
+                    if expect is not None or not (rebase or self._is_own(target, head)):
+                        raise moved(target, wanted, head)
+                    self._remember(target, head)
+                    wanted = head
+                if head is None:
+                    check_no_tag(target, refs.tags())
+                first = [refs.entry(head)] if head is not None else []
+            else:
+                target, wanted, epoch, first = None, None, None, []
+            entries = first + [refs.resolve(parent).entry for parent in parents]
+            transaction = key.Transaction(root.sequence)
+            with ExitStack() as stack:
+                # One that takes long asks the collector to wait: its horizon would only make it begin again. So does
+                # one that was passed already, since the grace period is shorter than it takes.
+                pin = stack.enter_context(pins.Holder(self.store, begin=transaction.begin, after=pins.PATIENCE))
+                if restarts:
+                    pin.ask()
+                parent = None
+                if entries:
+                    made, verified = stack.enter_context(
+                        resolve.opened(self._shelf, refs, entries[0], identify=False)
+                    )
+                    parent = commit.Baseline(entries[0], verified.tree, made, verified)
+                    base = base or commit.outgrown(refs, parent, schema)
+                build = commit.Build(
+                    *(self._shelf, source, schema, parent, transaction),
+                    base=base,
+                    codec=codec,
+                    progress=self.progress,
+                )
+                stack.callback(build.drop)
+                entry = commit.upload(
+                    self._shelf,
+                    build,
+                    source,
+                    transaction,
+                    branch=target,
+                    parents=[version_of(e) for e in entries],
+                    parent=parent,
+                    labels=said,
+                    head=wanted,
+                )
+                try:
+                    entry, self._seen = commit.publish(
+                        self._shelf, entry, transaction, seen, expected=wanted, epoch=epoch
+                    )
+                except BranchMoved as error:
+                    assert target is not None
+                    if expect is not None or not (rebase or self._is_own(target, error.head)):
+                        raise
+                    self._remember(target, error.head)
+                    continue
+                except StateUnknown:
+                    if target is not None and entry.new is not None:
+                        # Should the branch turn out to be there, it was not somebody else who moved it.
+                        self._unsure[target] = entry.new
+                    raise
+                except Expired:
+                    restarts += 1
+                    if restarts > RESTARTS:
+                        raise
+                    continue
+                version = version_of(entry)
+                self._last = entry
+                build.keep(version)
+                if target is not None:
+                    self._remember(target, version.id)
+                if build.unread:
+                    warnings.warn(
+                        f"parts of the parent could not be read and were stored whole: {build.unread[0]}",
+                        WeightvcWarning,
+                        stacklevel=3,
+                    )
+                if castable and parent is not None and 2 * build.changed_float32 > schema.elements:
+                    share = build.changed_float32 / schema.elements
+                    warnings.warn(
+                        f"{share:.0%} of the elements changed, and they are float32: if what is served is bfloat16, "
+                        "commit with dtype='bfloat16' (--dtype bf16), and patches become some hundred times smaller",
+                        WeightvcWarning,
+                        stacklevel=3,
+                    )
+                return version
 
     def _commit_next(
         self,

@@ -1,8 +1,7 @@
 """The care of a repository: what is kept, what is let go of and collected, and the one job that does it all."""
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -202,32 +201,3 @@ class Retention(History):
                     self._frozen -= 1
                     if not self._frozen:
                         self._seen = kept
-
-
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Put a text in the place of a file, which readers see old or new. Raises OSError."""
-    beside = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    with open(beside, "w") as file:
-        file.write(text)
-    os.replace(beside, path)
-
-
-def metrics(done: Maintenance) -> Mapping[str, float]:
-    """Numbers to watch, by name and, behind a slash, kind."""
-    out: dict[str, float] = {f"seconds/{name}": value for name, value in done.seconds.items()}
-    if done.collection is not None:
-        for what in ("listed", "live", "pinned", "young", "waiting", "condemned", "deleted", "foreign"):
-            tally = getattr(done.collection, what)
-            out[f"objects/{what}"] = tally.objects.total()
-            out[f"bytes/{what}"] = tally.bytes.total()
-        out["failed"] = len(done.collection.failed)
-        out["sequence"] = done.collection.sequence
-        out["horizon"] = done.collection.horizon
-    if done.compaction is not None:
-        made = done.compaction
-        out |= {"ways/patches": made.patches, "ways/back": made.back, "ways/bases": made.bases}
-        out |= {"ways_bytes": made.nbytes, "ways_skipped": len(made.skipped)}
-    if done.expiry is not None:
-        for state in ("kept", "stone", "expired"):
-            out[f"versions/{state}"] = sum(one.state == state for one in done.expiry.decisions)
-    return out

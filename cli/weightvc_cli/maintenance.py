@@ -1,15 +1,14 @@
 """Commands that keep a repository in order: expire, gc, maintain."""
 
 import json
-import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightvc.errors import AccessDenied, Conflict, RefNotFound, Refused, StateUnknown, StoreError
+from weightvc.errors import Conflict, RefNotFound, Refused, StateUnknown, StoreError
+from weightvc_cli.metrics import Metrics, collected, expired, maintained, metrics_options
 from weightvc_cli.output import as_json, first_line, shown, size, table
 from weightvc_cli.settings import Duration, Settings, json_option, repository_option
 from weightvc_cli.signals import stopped_by
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 FAILED = 9
 """Exit status where single objects could not be deleted."""
 
-
-_C = TypeVar("_C", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
 
 
@@ -52,6 +49,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--forget", is_flag=True, help="Keep no policy (of --branch, if that is given) any more.")
 @click.option("--show", is_flag=True, help="Show the policy that the repository keeps, as JSON.")
 @click.option("-n", "--dry-run", is_flag=True, help="Only say what would become of each version.")
+@metrics_options
 @click.option("--force", is_flag=True, help="Also where there are no branches.")
 @json_option
 @repository_option
@@ -71,6 +69,7 @@ def expire(
     show: bool,
     dry_run: bool,
     force: bool,
+    metrics: Metrics,
 ) -> None:
     """Let go of versions that no rule keeps.
 
@@ -81,7 +80,9 @@ def expire(
     from weightvc.objects.retention import ALL, UNREACHABLE, Policy, Rules, to_json
 
     rules = Rules(keep_last, keep_within, keep_every, keep_every_step, dict(map(_meta, keep_meta)))
-    with settings.open() as repository:
+    if show or forget or dry_run:
+        metrics.none_of("a dry run" if dry_run else "--show" if show else "--forget")
+    with metrics.opened(settings) as (repository, run):
         if show or forget:
             kept = repository.policy()
             if forget:
@@ -100,6 +101,7 @@ def expire(
         elif branches:
             raise click.UsageError("say what to keep of the branch")
         result = repository.expire(given, save=save, force=force, dry_run=dry_run)
+        run.numbers |= expired(result) | {"seconds/expire": run.took()}
         report_expiry(settings, result, dry_run=dry_run)
         if save and not dry_run and not settings.json:
             click.echo("the policy is kept: `weightvc expire` and `weightvc maintain` follow it")
@@ -172,22 +174,13 @@ def expiry_json(result: "Expiry") -> dict[str, Any]:
     }
 
 
-def _metrics_options(command: _C) -> _C:
-    """The files that numbers of each run go into."""
-    file = click.Path(dir_okay=False)
-    prometheus = click.option("--prometheus", type=file, metavar="FILE", help="Write metrics for Prometheus.")
-    return click.option("--metrics", type=file, metavar="FILE", help="Append a line of JSON a run.")(
-        prometheus(command)
-    )
-
-
 @click.command()
 @click.option(
     "--grace", type=Duration(), default="1h", metavar="TIME", help="How long what is dead is left: 90s, 10m, 1h (1h)."
 )
 @click.option("--every", type=Duration(), metavar="TIME", help="Go on for ever, a run each TIME.")
 @click.option("-n", "--dry-run", is_flag=True, help="Only say what a run would do.")
-@_metrics_options
+@metrics_options
 @click.option("--force", is_flag=True, help="Also where it looks like a mistake.")
 @json_option
 @repository_option
@@ -197,30 +190,23 @@ def gc(
     grace: int,
     every: int | None,
     dry_run: bool,
-    metrics: str | None,
-    prometheus: str | None,
     force: bool,
+    metrics: Metrics,
 ) -> int:
     """Free the space of what nothing refers to.
 
     Two runs are needed, a grace period apart: one condemns, the other deletes. With --grace 0s one run does all of
     it, for repositories that nobody uses meanwhile.
     """
-
-    from weightvc.retention import Maintenance
-
-    if dry_run and (metrics is not None or prometheus is not None):
-        raise click.UsageError("a dry run has no metrics: leave out --metrics and --prometheus")
-    _check_places(metrics, prometheus)
+    if dry_run:
+        metrics.none_of("a dry run")
 
     def once() -> int:
-        with settings.open() as repository:
-            began = time.monotonic()
+        with metrics.opened(settings) as (repository, run):
             result = repository.gc(grace=grace, force=force, dry_run=dry_run)
-            done = Maintenance(collection=result, seconds={"gc": time.monotonic() - began})
-            code = report_collection(settings, result, dry_run=dry_run)
-            _write_metrics(repository.url, done, metrics, prometheus)
-            return code
+            run.numbers |= collected(result) | {"seconds/gc": run.took()}
+            run.code = report_collection(settings, result, dry_run=dry_run)
+            return run.code
 
     return once() if every is None else _for_ever(settings, every, once)
 
@@ -302,7 +288,7 @@ def collection_json(result: "Collection") -> dict[str, Any]:
 @click.option("--grace", type=Duration(), default="1h", metavar="TIME", help="As for gc (1h).")
 @click.option("--every", type=Duration(), metavar="TIME", help="Go on for ever, a run each TIME.")
 @click.option("--no-compact", is_flag=True, help="Leave compaction out.")
-@_metrics_options
+@metrics_options
 @click.option("--force", is_flag=True, help="Also where it looks like a mistake.")
 @json_option
 @repository_option
@@ -312,40 +298,22 @@ def maintain(
     grace: int,
     every: int | None,
     no_compact: bool,
-    metrics: str | None,
-    prometheus: str | None,
     force: bool,
+    metrics: Metrics,
 ) -> int:
     """Do all that a repository wants done regularly.
 
     Expire by the policy that it keeps, compact, collect garbage, and keep a copy of the root: one job to schedule.
     """
-    _check_places(metrics, prometheus)
 
     def once() -> int:
-        with settings.open() as repository:
+        with metrics.opened(settings) as (repository, run):
             done = repository.maintain(grace=grace, force=force, compact=not no_compact)
-            code = _report(settings, done)
-            _write_metrics(repository.url, done, metrics, prometheus)
-            return code
+            run.numbers |= maintained(done)
+            run.code = _report(settings, done)
+            return run.code
 
     return once() if every is None else _for_ever(settings, every, once)
-
-
-def _check_places(metrics: str | None, prometheus: str | None) -> None:
-    """Raise Refused or AccessDenied, before anything is done, where metrics could not be written."""
-    if metrics is not None:
-        _check_writable(metrics, metrics if os.path.exists(metrics) else os.path.dirname(metrics) or ".")
-    if prometheus is not None:  # another file is put in its place
-        _check_writable(prometheus, os.path.dirname(prometheus) or ".")
-
-
-def _check_writable(path: str, where: str) -> None:
-    """Raise Refused or AccessDenied, for the file `path`, if `where` is not there or may not be written."""
-    if not os.path.exists(where):
-        raise Refused(f"{path} cannot be written: there is no directory {where}: make it, or name another file")
-    if not os.access(where, os.W_OK) or (where != path and not os.path.isdir(where)):
-        raise AccessDenied(f"{path} cannot be written: {where} may not be written to: choose another file")
 
 
 def _report(settings: Settings, done: "Maintenance") -> int:
@@ -370,24 +338,3 @@ def _report(settings: Settings, done: "Maintenance") -> int:
     code = report_collection(settings, done.collection, dry_run=False)
     click.echo(f"copy of the root: {done.copy}")
     return code
-
-
-def _write_metrics(url: str, done: "Maintenance", lines: str | None, prometheus: str | None) -> None:
-    from weightvc.protocol.checkout import local_errors
-    from weightvc.retention import metrics, write_atomically
-
-    found = metrics(done)
-    now = time.time()
-    if lines is not None:
-        with local_errors(lines), open(lines, "a") as file:
-            file.write(as_json({"time": now, "repository": url, **found}) + "\n")
-    if prometheus is not None:
-        groups: dict[str, list[str]] = {}  # the lines of a metric have to stand together, below one TYPE
-        for name, value in [*found.items(), ("time", now)]:
-            metric, _, what = name.partition("/")
-            labels = {"repository": url} | ({"what": what} if what else {})
-            inside = ",".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in labels.items())
-            group = groups.setdefault(metric, [f"# TYPE weightvc_{metric} gauge"])
-            group.append(f"weightvc_{metric}{{{inside}}} {value!r}")
-        with local_errors(prometheus):
-            write_atomically(prometheus, "".join(f"{line}\n" for group in groups.values() for line in group))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from weightvc_cli.metrics import Metrics, checked, metrics_options
 from weightvc_cli.output import as_json, counted, share, shown, size
 from weightvc_cli.settings import Settings, json_option, repository_option
 
@@ -56,6 +57,7 @@ class _Share(click.ParamType[float]):
 )
 @click.option("--rebuild-root", is_flag=True, help="Write the root anew where it is missing or corrupt.")
 @click.option("--adopt", is_flag=True, help="With --rebuild-root: catalogue versions that only manifests tell of.")
+@metrics_options
 @json_option
 @repository_option
 @click.pass_obj
@@ -67,23 +69,30 @@ def fsck(
     sources: Sequence[str],
     rebuild_root: bool,
     adopt: bool,
+    metrics: Metrics,
 ) -> None:
     """Look whether the repository is whole.
 
     All that the root names has to be there, and to have the size that it should; with --read-data, its bytes have to
     be right as well. The exit status is 7 if something is missing or bad.
     """
-    from weightvc.errors import Corrupt
-
     if sources and not repair:
         raise click.UsageError("--from is for --repair")
     if adopt and not rebuild_root:
         raise click.UsageError("--adopt is for --rebuild-root")
-    with settings.open(what="fsck") as repository:
+    with metrics.opened(settings, what="fsck") as (repository, run):
         made = repository.rebuild_root(adopt=adopt) if rebuild_root else None
         if made is not None and not settings.json:
             _print_rebuilt(made)
         report = repository.fsck(read_data=read_data, seed=seed, repair=repair, sources=sources)
+        run.numbers |= checked(report) | {"seconds/fsck": run.took()}
+        _tell(settings, report, made, repair=repair)
+
+
+def _tell(settings: Settings, report: "FsckReport", made: "Rebuilt | None", *, repair: bool) -> None:
+    """Print what was found; raise Corrupt where something is missing or bad."""
+    from weightvc.errors import Corrupt
+
     if settings.json:
         fields = asdict(report)
         fields |= {"bytes": fields.pop("nbytes"), "ok": report.ok, "rebuilt": None if made is None else asdict(made)}

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from weightvc_cli.metrics import Metrics, compacted, metrics_options
 from weightvc_cli.output import as_json, counted, shown, size, table
 from weightvc_cli.settings import Settings, json_option, repository_option
 
@@ -90,16 +91,26 @@ def plan(settings: Settings, old: str, new: str) -> None:
 )
 @click.option("--reverse/--no-reverse", default=None, help="Patches back as well (no).")
 @click.option("--save", is_flag=True, help="Keep what was given in the repository, for later runs and maintain.")
+@metrics_options
 @json_option
 @repository_option
 @click.pass_obj
-def compact(settings: Settings, share: int | None, base_every: int | None, reverse: bool | None, save: bool) -> None:
+def compact(
+    settings: Settings,
+    *,
+    share: int | None,
+    base_every: int | None,
+    reverse: bool | None,
+    save: bool,
+    metrics: Metrics,
+) -> None:
     """Add long patches and bases, so that whoever is far behind has few to fetch.
 
     Versions stay as they are. It may run anywhere, beside writers, and again: it makes what is missing.
     """
-    with settings.open() as repository:
+    with metrics.opened(settings) as (repository, run):
         done = repository.compact(share=share, base_every=base_every, reverse=reverse, save=save)
+        run.numbers |= compacted(done) | {"seconds/compact": run.took()}
         for why in done.skipped:
             settings.note(f"skipped: {why}")
         if settings.json:

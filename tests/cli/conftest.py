@@ -14,6 +14,8 @@ from typing import IO, Any
 
 import pytest
 
+from tests.kit.servers import Place
+
 WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 
 
@@ -45,6 +47,17 @@ def weights(step: int) -> dict[str, bytes]:
     if step:
         w[2 * step] = 0x81
     return {"b": b"\x00\x40" * 4, "w": bytes(w)}
+
+
+def on_s3(place: Place) -> dict[str, str]:
+    """The environment of a command on an S3 server."""
+    return {
+        "WEIGHTVC_REPO": place.url,
+        "AWS_ACCESS_KEY_ID": str(place.options["access_key"]),
+        "AWS_SECRET_ACCESS_KEY": str(place.options["secret_key"]),
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": str(place.options["endpoint_url"]),
+    }
 
 
 class Shell:

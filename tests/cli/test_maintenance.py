@@ -1,12 +1,8 @@
-import itertools
 import json
-import os
-import re
 import signal
 import time
-from pathlib import Path
 
-from tests.cli.conftest import Shell
+from tests.cli.conftest import Shell, on_s3
 from tests.kit.servers import Place
 from tests.kit.stub import Status, Stub
 
@@ -119,81 +115,35 @@ def test_gc_over_and_over(shell: Shell) -> None:
         assert "never pause" in shell.fails(8, service, "--every", "0s")
 
 
-def test_gc_goes_on_when_the_store_is_there_again(shell: Shell, stub: Stub, tmp_path: Path) -> None:
-    place, lines, prometheus = stub.place(), tmp_path / "metrics.jsonl", tmp_path / "weightvc.prom"
-    shell.env |= on_s3(place)
+def test_gc_goes_on_when_the_store_is_there_again(shell: Shell, stub: Stub) -> None:
+    shell.env |= on_s3(stub.place())
     shell.run("init")
     shell.commit(0)
     stub.fault(Status(403), operation="ListObjectsV2", times=2)
-    args = ("gc", "--every", "1s", "--json", "--metrics", lines, "--prometheus", prometheus)
-    with shell.running(*args) as (child, out, err):
-        run, _ = (json.loads(out.readline()) for _ in range(2))  # by then the metrics of the first are written
+    with shell.running("gc", "--every", "1s", "--json") as (child, out, err):
+        assert json.loads(out.readline())["live"]["objects"] > 0
         child.send_signal(signal.SIGINT)
         child.wait(60)
         notes = err.read().splitlines()
     assert [json.loads(line)["note"].endswith("; the next run goes on") for line in notes[:2]] == [True, True]
-    # Of each run that came to its end.
-    found = json.loads(lines.read_text().splitlines()[0])
-    assert found["objects/live"] == run["live"]["objects"] > 0
-    assert found["seconds/gc"] > 0
-    assert f'what="live"}} {run["live"]["objects"]}\n' in prometheus.read_text()
-    assert "dry run has no metrics" in shell.fails(2, "gc", "--dry-run", "--metrics", lines)
 
 
-def on_s3(place: Place) -> dict[str, str]:
-    """The environment of a command on an S3 server."""
-    return {
-        "WEIGHTVC_REPO": place.url,
-        "AWS_ACCESS_KEY_ID": str(place.options["access_key"]),
-        "AWS_SECRET_ACCESS_KEY": str(place.options["secret_key"]),
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": str(place.options["endpoint_url"]),
-    }
-
-
-def test_maintain_does_it_all(shell: Shell, tmp_path: Path) -> None:
+def test_maintain_does_it_all(shell: Shell) -> None:
     ids = fill(shell, 4)
     shell.run("expire", "--keep-last", "9", "--save")
     shell.run("expire", "--keep-last", "2", "--save", "--dry-run")
     shell.commit(5)
-    lines, prometheus = tmp_path / "metrics.jsonl", tmp_path / "weightvc.prom"
     shell.run("expire", "--keep-last", "1", "--save")
-    done = shell.json(
-        "maintain", "--grace", "0s", "--force", "--metrics", str(lines), "--prometheus", str(prometheus)
-    )
+    done = shell.json("maintain", "--grace", "0s", "--force")
     assert [one["state"] for one in done["expire"]["versions"]] == ["kept", "stone"]
     assert done["gc"]["deleted"]["kinds"]["manifest"][0] == 3
     assert done["copy"] in names(shell)
     assert done["compact"].keys() == shell.json("compact").keys() >= {"reverse", "bytes"}
     assert "1 copy of the root" in shell.out("gc")
-    out = shell.out("maintain", "--metrics", str(lines))
-    assert out.startswith("expire: 0 of 2 versions let go of\n")
-    found = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert [one["objects/live"] > 0 for one in found] == [True, True]
-    assert found[0]["versions/kept"] == 1
-    text = prometheus.read_text()
-    assert "# TYPE weightvc_objects gauge\n" in text
-    metrics = [re.split(r"[ {]", line.removeprefix("# TYPE "))[0] for line in text.splitlines()]
-    assert len([key for key, _ in itertools.groupby(metrics)]) == len(set(metrics)) == text.count("# TYPE")
-    assert f'weightvc_bytes{{repository={json.dumps(str(shell.cwd / ".weightvc"))},what="live"}} ' in text
-    assert os.listdir(tmp_path).count("weightvc.prom") == 1
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    assert shell.out("maintain").startswith("expire: 0 of 2 versions let go of\n")
     assert shell.json("show")["parents"] == [ids[3]]
     assert shell.json("show", "main~1")["manifest"] is None  # stored as a step, and expired all the same
     shell.run("checkout", "main", "out")
-
-
-def test_a_place_for_metrics_that_cannot_be_written_is_found_before_the_run(shell: Shell, tmp_path: Path) -> None:
-    fill(shell, 1)
-    before = names(shell)
-    for job, option in itertools.product(("gc", "maintain"), ("--metrics", "--prometheus")):
-        path = tmp_path / "nowhere" / "m"
-        said = shell.fails(8, job, option, path)
-        assert said.startswith(f"{path} cannot be written")
-        assert "no directory" in said
-        assert names(shell) == before
-    assert shell.fails(9, "maintain", "--prometheus", shell.cwd / "0.safetensors" / "m")
-    assert names(shell) == before
 
 
 def test_many_copies_of_the_root_do_not_pile_up(shell: Shell) -> None:

@@ -28,11 +28,12 @@ def at_most(nbytes: int) -> Iterator[None]:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
         pytest.skip(f"the peak of memory cannot be put back here: {error}")
-    before = _kilobytes("VmRSS")
+    before = status("VmRSS")
     yield
-    taken = 1024 * (_kilobytes("VmHWM") - before)
+    taken = status("VmHWM") - before
     assert taken < nbytes, f"{taken} bytes more than before, {nbytes} at most are allowed"
 
 
-def _kilobytes(name: str) -> int:
-    return int(STATUS.read_text().partition(f"{name}:")[2].split()[0])
+def status(name: str) -> int:
+    """Bytes that Linux says of this process: VmRSS, what it has in memory now; VmHWM, what it had there at most."""
+    return 1024 * int(STATUS.read_text().partition(f"{name}:")[2].split()[0])
