@@ -242,7 +242,7 @@ def load(
             with verified.meter.part("apply"):
                 if keep is not None:
                     keep.write(schema.position(low), data)
-                for tensor, start, part in _parts(schema, low, high, data):
+                for tensor, start, part in parts(schema, low, high, data):
                     if tensor in wanted:
                         if tensor in buffers:
                             buffers[tensor][start : start + len(part)] = part
@@ -267,7 +267,7 @@ def load(
             return {info.name: make(info.dtype, info.shape, buffer) for info, buffer in infos}
 
 
-def _parts(schema: Schema, low: int, high: int, data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+def parts(schema: Schema, low: int, high: int, data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
     """The tensors that chunks [low, high) have `data` of: where in the tensor a part begins, and the part."""
     positions, chunk = schema.positions, low
     tensor = schema.tensor_of(low)
