@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from weightvc.errors import BadFile, BadTensor, Corrupt
+from weightvc.errors import BadFile, BadTensor
 from weightvc.objects import slime
 from weightvc.objects.frame import Buffer
 from weightvc.objects.schema import CHUNK
@@ -98,7 +98,7 @@ class DeltaSource:
     def __init__(self, base: VersionSource, delta: DeltaFiles, directory: Path | None) -> None:
         """`directory` is where the unlinked file goes; None for the system's place. Takes both sources over.
 
-        Raises BadFile for a delta that is malformed or does not fit `base`, Corrupt for wrong checksums.
+        Raises BadFile for a delta that is malformed, or does not make of `base` what its checksums say.
         """
         self.tensors: Sequence[TensorInfo] = base.tensors
         self.layout: Layout | None = base.layout
@@ -134,8 +134,8 @@ class DeltaSource:
             wanted = self._delta.frames[name].wanted
             chunks = slime.decode(index.encoding, index.checksum, data, nbytes, old, wanted)
             return [self._spool.keep(chunk) for chunk in chunks]
-        except (BadFile, Corrupt) as error:
-            raise type(error)(f"tensor {shown(name)}: {error}") from None
+        except BadFile as error:
+            raise BadFile(f"tensor {shown(name)}: {error}") from None
 
     def read(self, index: int, start: int, stop: int) -> memoryview | bytes:
         """Bytes [start, stop) of `tensors[index]`."""

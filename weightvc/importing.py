@@ -46,7 +46,7 @@ DIGITS: Final = 18
 
 _NUMBERED: Final = re.compile(r"(?P<stem>.*?)(?P<number>[0-9]+)(\.safetensors)?", re.DOTALL)
 _SHARD: Final = re.compile(r"(.*-)([0-9]+)-of-([0-9]+)\.safetensors", re.DOTALL)
-_UNWHOLE: Final = (BadFile, BadName, BadTensor, Corrupt)
+_UNWHOLE: Final = (BadFile, BadName, BadTensor)
 """What reading a checkpoint raises that is not whole, or never will be."""
 
 _log = logging.getLogger("weightvc")
@@ -117,9 +117,9 @@ class Import:
         """Commit what is not in the branch yet, in order. Ends early at `stop`, between two versions.
 
         A number that the branch has as a step is not committed again: its weights are compared, by the tree digest.
-        Raises, naming the checkpoint: BadFile, BadName, BadTensor for one that is malformed or not whole; Corrupt for
-        wrong checksums; Refused for one that has other weights than the branch's version of that step, that comes
-        before what the branch has, or whose base is missing; and what commit() raises. Those before it are in.
+        Raises, naming the checkpoint: BadFile, BadName, BadTensor for one that is malformed, not whole, or has wrong
+        checksums; Refused for one that has other weights than the branch's version of that step, that comes before
+        what the branch has, or whose base is missing; and what commit() raises. Those before it are in.
         """
         found = self._found()
         if not found:
@@ -156,7 +156,7 @@ class Import:
                 failures = 0
             except (AccessDenied, BranchMoved, Fenced):
                 raise
-            except (StoreError, NotFound, Conflict, Expired, StateUnknown) as error:
+            except (StoreError, NotFound, Conflict, Corrupt, Expired, StateUnknown) as error:
                 failures += 1
                 _log.warning("not imported (attempt %d): %s", failures, error)
             stop.wait(waits(every, failures) * random.uniform(0.75, 1.25))
@@ -167,34 +167,34 @@ class Import:
             watch.tell("", "", f"waiting for {self.directory}: there is no such directory")
             return
         found = self._found()
-        looks = {one.path: look for one in found if (look := self._look(one)) is not None}
+        looks = {one: look for one in found if (look := self._look(one)) is not None}
+        for one in watch.gone(looks):
+            if one.number not in self._steps()[0]:
+                watch.tell(one.name, "gone", f"{one.name} was removed before it was committed")
         still = watch.still(looks)
-        for one in found:
-            look = looks.get(one.path)
+        for one in looks:
+            look = looks[one]
             if stop.is_set():
                 return
-            if look is None or look == self._in.get(one.number) or look == watch.unwhole.get(one.path):
+            if look in (self._in.get(one.number), watch.unwhole.get(one)):
                 continue
             steps, newest = self._steps()
-            if one.path not in still:
+            if one not in still:
                 if one.number in steps:
                     continue
                 return
             if one.number not in steps and one.number < newest:
-                watch.tell(one.name, "late", f"{one.path} is passed over: step {newest} is in already")
+                watch.tell(one.name, "late", f"{one.name} is passed over: step {newest} is in already")
                 continue
             try:
                 yield from self._take(one, look, found)
             except _NotYet as error:
                 watch.tell(one.name, "base", str(error))
             except _UNWHOLE as error:
-                watch.unwhole[one.path] = look
+                watch.unwhole[one] = look
                 if one.number not in steps:  # one that is in may be half removed
-                    watch.tell(
-                        one.name,
-                        "unwhole",
-                        f"{one.path} is not whole: {error}; it is waited for until a later one is",
-                    )
+                    text = f"{one.name} is not whole: {error}; it is passed over once a later one is"
+                    watch.tell(one.name, "unwhole", text)
 
     # What is there
 
@@ -357,15 +357,19 @@ class _Watch:
     """What a follower has seen so far."""
 
     def __init__(self) -> None:
-        self._looks: Mapping[Path, Look] = {}
+        self._looks: Mapping[Numbered, Look] = {}
         self._told: set[tuple[str, str]] = set()
-        self.unwhole: dict[Path, Look] = {}
+        self.unwhole: dict[Numbered, Look] = {}
         """How those looked that turned out not to be whole."""
 
-    def still(self, looks: Mapping[Path, Look]) -> set[Path]:
+    def gone(self, looks: Mapping[Numbered, Look]) -> list[Numbered]:
+        """Those that were there the last time."""
+        return [one for one in self._looks if one not in looks]
+
+    def still(self, looks: Mapping[Numbered, Look]) -> set[Numbered]:
         """Those that look as they did the last time."""
         before, self._looks = self._looks, looks
-        return {path for path, look in looks.items() if before.get(path) == look}
+        return {one for one, look in looks.items() if before.get(one) == look}
 
     def tell(self, name: str, what: str, text: str) -> None:
         """Say something of a checkpoint, once."""

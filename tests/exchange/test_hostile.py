@@ -12,7 +12,7 @@ import zstandard
 
 import weightvc
 from tests.kit.slime import INDEX, Plain, checkpoint, checksum, delta, opened, publish, safetensors
-from weightvc.errors import BadFile, BadName, BadTensor, Corrupt
+from weightvc.errors import BadFile, BadName, BadTensor
 from weightvc.importing import Import
 from weightvc.objects import slime
 from weightvc.repository import Repository
@@ -155,7 +155,7 @@ FILES: list[tuple[Callable[[Path], None], type[Exception], str]] = [
     (entry("b", dtype="F99"), BadTensor, "F99"),
     (entry("b", dtype="I8"), BadTensor, "not U8"),
     (header(unsummed), BadFile, "no checksum of 'b'"),
-    (header(wrong), Corrupt, "have the xxh3-128 checksum"),
+    (header(wrong), BadFile, "have the xxh3-128 checksum"),
 ]
 
 
@@ -214,7 +214,7 @@ def test_a_frame(repository: Repository, tmp_path: Path, encoding: str, data: by
 def test_a_delta_on_another_base(repository: Repository, tmp_path: Path) -> None:
     other: Plain = {**OLD, "a": ("BF16", [32], bytes(64))}
     publish(tmp_path / "in", 1, other, NEW)
-    refused(repository, tmp_path / "in", Corrupt, "tensor 'a'.*or was made on another base")
+    refused(repository, tmp_path / "in", BadFile, "tensor 'a'.*or was made on another base")
 
 
 @pytest.mark.parametrize("shape", [[33], [31]])

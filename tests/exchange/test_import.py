@@ -380,7 +380,7 @@ def test_one_that_never_becomes_whole_is_told_once_and_passed_over(
         checkpoint(where / f"step_{number}", line[0])
         assert follower.next() == number
     assert len(follower.told) == 1
-    assert f"{where / 'step_1'} is not whole: " in follower.told[0]
+    assert f"step_1 is not whole: {where / 'step_1'}: has the shards" in follower.told[0]
     checkpoint(where / "step_1", line[0], shards=2)
     assert "step 5 is in already" in follower.until_told("step_1 is passed over")
     assert log(repository) == [5, 4, 3, 2]
@@ -407,6 +407,19 @@ def test_while_one_changes_later_ones_wait(
     assert [next(following).number, next(following).number] == [1, 2]
     assert next(growing, None) is None
     assert (out(repository, "main~1", tmp_path / "out") / "log.txt").read_text() == "more\n" * 8
+
+
+def test_one_that_is_removed_before_it_was_committed_is_told(
+    repository: Repository, line: list[Plain], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path / "in" / "step_1", line[1], shards=2)
+    (tmp_path / "in" / "step_1" / INDEX).unlink()
+    checkpoint(tmp_path / "in" / "step_2", line[2])
+    follower = Follower(repository, tmp_path / "in", caplog)
+    assert follower.next() == 2
+    for number in (1, 2):
+        shutil.rmtree(tmp_path / "in" / f"step_{number}")
+    assert follower.until_told("was removed") == "step_1 was removed before it was committed"
 
 
 def test_one_that_was_changed_afterwards_ends_it(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from weightvc.errors import BadFile, Corrupt
+from weightvc.errors import BadFile
 from weightvc.objects import frame
 from weightvc.objects.schema import CHUNK
 
@@ -222,15 +222,15 @@ Old = Callable[[int, int], frame.Buffer]
 def decode(encoding: str, checksum: str, blob: frame.Buffer, nbytes: int, old: Old, wanted: str) -> Iterator[bytes]:
     """The new bytes of a tensor of `nbytes` bytes, a chunk at a time; `wanted` is the checksum that they should have.
 
-    What is wrong with it is raised after some or all of them: BadFile for a delta that is malformed or of another
-    size, Corrupt where the new bytes have another checksum.
+    What is wrong is raised after some or all of them: BadFile for a delta that is malformed or of another size, and
+    where the new bytes have another checksum.
     """
     found = hasher(checksum)
     for chunk in (_xor if encoding == "xor" else _overwrite)(blob, nbytes, old):
         found.update(chunk)
         yield chunk
     if found.hexdigest() != wanted:
-        raise Corrupt(
+        raise BadFile(
             f"its new bytes have the {checksum} checksum {found.hexdigest()}, not {wanted!r:.100}: the delta is "
             "damaged, or was made on another base"
         )
