@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import weightvc
-from tests.kit.faults import die_at_file_operation, fork, wait
+from tests.kit.faults import die_at_file_operation, fork, full_disk, wait
 from tests.kit.slime import INDEX, Engine, Plain, checkpoint, opened, read
 from tests.kit.weights import files_below, tiny_format
 from weightvc import exporting
-from weightvc.errors import BadName, Expired, Refused
+from weightvc.errors import BadName, Expired, Refused, Unavailable
 from weightvc.exporting import Export, Exported
 from weightvc.repository import Repository
 
@@ -196,6 +196,31 @@ def test_from_tensors_in_memory(fresh: Callable[[str], Repository], tmp_path: Pa
     engine = Engine(tmp_path / "local")
     engine.pull(tmp_path / "out", 2)
     assert read(engine.local) == {"w": ("I32", [100], (values + 1).astype(np.int32).tobytes())}
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_behind(repository: Repository, tmp_path: Path) -> None:
+    wanted = tmp_path / "wanted"
+    all_of(repository, wanted)
+    said: list[str] = []
+    while not said or said[-1]:
+        out = tmp_path / f"out{len(said)}"
+
+        def work(out: Path = out, at: int = len(said)) -> str:
+            die_at_file_operation(at, full_disk)
+            try:
+                all_of(weightvc.open(repository.url, cache=None), out)
+            except Unavailable as error:
+                return str(error)
+            return ""
+
+        assert wait(fork(work, tmp_path / "result")) == 0
+        said.append(json.loads((tmp_path / "result").read_text()))
+        if out.exists():
+            assert all(name.startswith("weight_v") for name in os.listdir(out))
+        all_of(repository, out)
+        assert files_below(out) == files_below(wanted)
+    assert len(said) > 20
+    assert all("make space" in text for text in said[:-1])
 
 
 def test_killed_at_any_file_operation_it_goes_on(repository: Repository, line: list[Plain], tmp_path: Path) -> None:
