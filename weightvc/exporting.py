@@ -35,6 +35,7 @@ from weightvc.protocol.refs import Refs
 from weightvc.protocol.stored import VersionSource
 from weightvc.protocol.workspace import Workspace, clear
 from weightvc.repository import Repository
+from weightvc.sources.files import is_url
 from weightvc.sources.header import build_header, order, shown, strict_json
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Export:
         for name, count in (("full_every", full_every), ("last", last)):
             if count is not None and (type(count) is not int or count < 1):
                 raise Refused(f"{name}={count!r:.100}: give a whole number from 1, or leave it out")
+        if is_url(os.fspath(directory)):
+            raise Refused(f"{os.fspath(directory)!r:.200} is a URL: only to a local directory can be exported")
         self.repository = repository
         self.directory = Path(directory)
         self._ref = ref

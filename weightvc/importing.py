@@ -33,6 +33,7 @@ from weightvc.history import HEAD, version_of
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version
 from weightvc.protocol.checkout import Stat, local_errors, scan
+from weightvc.protocol.refs import Refs
 from weightvc.protocol.stock import digest_of
 from weightvc.repository import Repository
 from weightvc.sources import open_source
@@ -241,16 +242,16 @@ class Import:
 
     def _steps(self) -> tuple[dict[int, Entry], int]:
         """The newest version of each step that the branch has, and its greatest step; -1 if it has none."""
-        refs = self.repository._refs()
-        if self._known is None or self._known[0] != refs.sequence:
-            root = self.repository.refresh()
+        root = self.repository.refresh()
+        if self._known is None or self._known[0] != root.sequence:
+            refs = Refs(self.repository._shelf, root)
             head = root.branches.get(root.default if self._branch == HEAD else self._branch)
             steps: dict[int, Entry] = {}
             for entry in refs.history(refs.entry(head)) if head is not None else ():
                 step = version_of(entry).step
                 if step is not None:
                     steps.setdefault(step, entry)
-            self._known = refs.sequence, steps, max(steps, default=-1)
+            self._known = root.sequence, steps, max(steps, default=-1)
         return self._known[1], self._known[2]
 
     # Taking one
@@ -309,9 +310,7 @@ class Import:
         steps, _ = self._steps()
         number = delta.index.base
         if delta.index.version != one.number:
-            raise BadFile(
-                f"{one.path}: its index says that it is version {delta.index.version}: give it its name back"
-            )
+            raise BadFile(f"{one.path}: its index says that it is version {delta.index.version}: rename it back")
         if self._dtype is not None:
             raise Refused(f"{one.path} is a delta, which has the dtypes of its base: leave the dtype out")
         if number in steps:
@@ -322,11 +321,9 @@ class Import:
         elif any(other.number == number for other in found):
             raise _NotYet(f"{one.path} is a delta on version {number}, which is not in yet")
         else:
-            mend = (
-                "give the checkpoint that it was made on (--base)"
-                if not steps
-                else "take another branch, or start anew"
-            )
+            mend = "give the checkpoint that it was made on (--base)"
+            if steps:
+                mend = "bring that one back, or begin a new branch with a whole checkpoint (-b, --base)"
             raise Refused(
                 f"{one.path} is a delta on version {number}, which is neither a step of the branch nor in "
                 f"{self.directory}: {mend}"

@@ -164,6 +164,8 @@ def test_a_tensor_too_large_for_positions_is_refused(
 def test_wrong_options_are_refused(repository: Repository, tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(Refused):
         Export(repository, tmp_path, **options)  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="local directory"):
+        Export(repository, "s3://bucket/out")
 
 
 def test_only_branches_are_followed(repository: Repository, tmp_path: Path) -> None:

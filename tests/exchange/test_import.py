@@ -18,6 +18,7 @@ from tests.kit.weights import files_below
 from weightvc.errors import BadFile, BadName, BranchMoved, Refused
 from weightvc.exporting import Export
 from weightvc.importing import Import
+from weightvc.objects.schema import CHUNK
 from weightvc.repository import Repository
 
 
@@ -256,6 +257,27 @@ def test_what_was_exported_comes_back(
     engine = Engine(tmp_path / "local")
     engine.pull(tmp_path / "again", 5)
     assert files_below(engine.local) == files_below(tmp_path / "4")
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_tensors_of_several_chunks(
+    repository: Repository, fresh: Callable[[str], Repository], tmp_path: Path, encoding: str
+) -> None:
+    size = CHUNK + 10
+    old = {"w": ("U8", [size], bytes(size)), "v": ("U8", [2], b"ab")}
+    changed = bytearray(size)
+    for at in (0, 7, CHUNK - 1, CHUNK, size - 1):
+        changed[at] = at % 255 + 1
+    new = {**old, "w": ("U8", [size], bytes(changed))}
+    for i, weights in enumerate((old, new)):
+        repository.commit(checkpoint(tmp_path / str(i), weights), step=i)
+    list(Export(repository, tmp_path / "out", encoding=encoding).run())
+    back = fresh("back")
+    assert steps(back, tmp_path / "out") == [1, 2]
+    assert back.resolve("main").tree == repository.resolve("main").tree
+    engine = Engine(tmp_path / "local")
+    engine.pull(tmp_path / "out", 2)
+    assert read(engine.local) == new
 
 
 def test_killed_at_any_file_operation_it_goes_on(
