@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from weightvc import dcp, engines, hooks
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
+    from weightvc.exporting import Export, Exported
     from weightvc.group import Group
+    from weightvc.importing import Import, Imported
     from weightvc.mirroring import Mirror, mirror
     from weightvc.objects.retention import Policy, Rules
     from weightvc.objects.version import Edge, Version
@@ -67,7 +69,11 @@ _LAZY = {
     "Timings": "weightvc.client",
     "Update": "weightvc.client",
     "Watch": "weightvc.client",
+    "Export": "weightvc.exporting",
+    "Exported": "weightvc.exporting",
     "Group": "weightvc.group",
+    "Import": "weightvc.importing",
+    "Imported": "weightvc.importing",
     "Slots": "weightvc.targets",
     "Target": "weightvc.targets",
     "Tensors": "weightvc.targets",
@@ -111,11 +117,15 @@ __all__ = [
     "Edge",
     "EngineError",
     "Expired",
+    "Export",
+    "Exported",
     "Fenced",
     "FsckReport",
     "Group",
     "GroupNotReady",
     "GroupSplit",
+    "Import",
+    "Imported",
     "KeyExists",
     "KeyNotFound",
     "Mirror",

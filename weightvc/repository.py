@@ -177,6 +177,7 @@ class Repository(Publishing, Retention, Recovery):
         Raises Refused (and its kinds), BranchMoved, Fenced (after another's claim()), StateUnknown, StoreError.
         Whatever is raised, the branch reads as before, or (StateUnknown) perhaps as after.
         """
+        from weightvc.protocol.stored import VersionSource
         from weightvc.sources import open_source
         from weightvc.sources.transform import checked
 
@@ -196,7 +197,7 @@ class Repository(Publishing, Retention, Recovery):
                 codec=codec,
                 labels=(message, step_of(step), run, metadata),
                 # A version that is committed again is as it was served.
-                castable=dtype is None and transform is None and opened is not source,
+                castable=dtype is None and transform is None and not isinstance(opened, VersionSource),
             )
         finally:
             if opened is not source:

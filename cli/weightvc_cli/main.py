@@ -1,6 +1,7 @@
 """The command `weightvc`: the group of commands, and what becomes of errors, warnings and signals."""
 
 import gc
+import keyword
 import os
 import sys
 import warnings
@@ -40,6 +41,8 @@ COMMANDS: Final = {
     "maintain": "maintenance",
     "fsck": "recovery",
     "mirror": "mirror",
+    "import": "exchange",
+    "export": "exchange",
 }
 INSTEAD: Final = {
     "add": "`weightvc commit PATH` takes all that lies there",
@@ -88,7 +91,8 @@ class _Commands(click.Group):
         module = COMMANDS.get(cmd_name)
         if module is None:
             return None
-        found = getattr(import_module(f"weightvc_cli.{module}"), cmd_name)
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        found = getattr(import_module(f"weightvc_cli.{module}"), name)
         assert isinstance(found, click.Command)
         return found
 

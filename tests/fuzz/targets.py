@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 import weightvc_kernels as wk
 from weightvc.errors import BadFile, BadName, BadTensor, Corrupt, Refused, Unsupported
-from weightvc.objects import catalogue, dtypes, frame, key, layout, manifest, root, schema, version
+from weightvc.objects import catalogue, dtypes, frame, key, layout, manifest, root, schema, slime, version
 from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.tree import Tree
@@ -509,6 +509,40 @@ def safetensors_header(data: bytes) -> None:
         except (BadFile, BadTensor):
             continue
         assert sum(end - begin for *_, begin, end in made.tensors) == size
+
+
+def slime_seeds() -> list[bytes]:
+    out = []
+    old, new = b"123456789", b"123406780"
+    for encoding in slime.ENCODINGS:
+        made = slime.Encoder(encoding, "adler32", len(old))
+        made.add(old, new)
+        data, _ = made.finish()
+        index = slime.Delta(2, 1, encoding, "adler32", {"a.safetensors": frozenset("bc")}, made_of="d" * 64)
+        out.append(joined(index.to_json(), frame.decompress(data, 99, "it"), data))
+    return out
+
+
+@target(slime_seeds)
+def slime_delta(data: bytes) -> None:
+    """The index of a delta; and a tensor's delta, whose frame is whole, and as it comes."""
+    index, body, raw = parts(data, 3)
+    try:
+        found = header.strict_json(index, "x")
+        if slime.is_delta(found):
+            made = slime.from_json(found, "x")
+            assert slime.from_json(json.loads(made.to_json()), "x") == made
+    except BadFile as error:
+        if not str(error).startswith("x: "):
+            raise AssertionError(f"{error!r} does not name the file") from error
+    for encoding in slime.ENCODINGS:
+        for blob in (frame.compress(body), raw):
+            try:
+                chunks = slime.decode(encoding, "adler32", blob, 9, lambda a, b: b"123456789"[a:b], "")
+                assert sum(map(len, chunks)) <= 9
+            except BadFile:
+                continue
+            raise AssertionError("no bytes have the checksum ''")
 
 
 def raw_seeds() -> list[bytes]:
