@@ -101,7 +101,7 @@ def rank(number: int, given: argparse.Namespace, options: dict[str, Any], url: s
                 part.reshape(-1)[at] += 1
 
             def publish(step: int = step) -> None:
-                repository.commit_sharded(model, step=step)
+                repository.commit_sharded(model, step=step, codec=given.codec)
 
             took = timed(publish)
             edges = repository.entry(f"main@{{step={step}}}").place.edges
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tensors", type=int, default=16, help="of 64 MiB")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--codec", choices=["small", "fast", "auto"], default="small")
     parser.add_argument("--port", type=int, default=29511, help="where the ranks meet")
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()
