@@ -35,7 +35,7 @@ def follow(url: str, directory: str, pipe: Connection) -> None:
 
 
 def memory() -> int:
-    """Bytes of this process that are in memory, without those of files: the cache is read where the system keeps it."""
+    """Bytes of this process in memory, without those of files: the cache is read where the system keeps it."""
     return 1024 * int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0])
 
 

@@ -17,8 +17,12 @@ from pathlib import Path
 HOME = Path(".fuzz")
 LIMITS = ("-rss_limit_mb=3000", "-timeout=20", "-max_len=16384", "-detect_leaks=0", "-print_final_stats=1")
 INSTRUMENTED = ["weightvc", "weightvc_kernels"]
-NUMBA = ("context_kernels", "context_sample", "context_vectors", "hash_kernels", "pieces_kernels", "rice_kernels")
-COMPILED = [f"weightvc_kernels.{part}" for part in NUMBA]
+_ALSO = ("context_sample", "context_vectors")
+COMPILED = [
+    f"weightvc_kernels.{path.stem}"
+    for path in (Path(__file__).parents[2] / "kernels" / "weightvc_kernels").glob("*.py")
+    if path.stem.endswith("_kernels") or path.stem in _ALSO
+]
 """What numba compiles it has to see as it was written."""
 
 
