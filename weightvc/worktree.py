@@ -244,9 +244,10 @@ def load(
                     keep.write(schema.position(low), data)
                 for tensor, start, part in parts(schema, low, high, data):
                     if tensor in wanted:
-                        if tensor not in buffers:
-                            buffers[tensor] = memory.room(len(part))
-                        memory.put(part, buffers[tensor], start)
+                        if tensor in buffers:
+                            memory.put(part, buffers[tensor], start)
+                        else:
+                            buffers[tensor] = memory.copied(part)
             return len(data)
 
         blocks = verified.blocks()

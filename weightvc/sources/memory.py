@@ -473,6 +473,15 @@ def put(data: memoryview, target: bytearray | memoryview, start: int) -> None:
     numpy.frombuffer(target, numpy.uint8)[start : start + len(data)] = numpy.frombuffer(data, numpy.uint8)
 
 
+def copied(data: memoryview) -> bytearray | memoryview:
+    """A tensor's bytes, in memory of their own."""
+    if len(data) < _LARGE:
+        return bytearray(data)
+    target = room(len(data))
+    put(data, target, 0)
+    return target
+
+
 def maker(framework: str) -> Callable[[str, tuple[int, ...], bytearray | memoryview], Any]:
     """to_torch for "torch", to_numpy for "numpy". Raises Refused for anything else."""
     if framework not in ("torch", "numpy"):
@@ -490,7 +499,7 @@ def to_torch(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -
     kind, shape = torch_kind(dtype, shape)
     if len(data) == 0:
         return torch.empty(shape, dtype=kind)
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(kind)
+    flat = torch.frombuffer(data, dtype=kind)
     return flat if len(shape) == 1 else flat.reshape(shape)
 
 
