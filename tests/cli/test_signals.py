@@ -1,9 +1,17 @@
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from weightvc_cli.signals import stopped_by
+
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    """Tests that run in the background inherit that interrupts are ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Unlucky:
@@ -41,10 +49,7 @@ def test_another_signal_ends_it_quietly_and_the_old_handlers_come_back() -> None
 
 
 def test_what_ignores_interrupts_still_does() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with stopped_by() as stop:
-            signal.raise_signal(signal.SIGINT)
-        assert not stop.is_set()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stopped_by() as stop:
+        signal.raise_signal(signal.SIGINT)
+    assert not stop.is_set()

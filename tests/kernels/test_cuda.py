@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 
+@pytest.mark.timeout(900)
 def test_in_the_simulator() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     run = subprocess.run(

@@ -123,6 +123,7 @@ def walks(draw: st.DrawFn) -> list[Weights]:
     return out
 
 
+@pytest.mark.timeout(900)
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(walks())
 def test_any_two_versions_whatever_changed_between(walk: list[Weights]) -> None:
