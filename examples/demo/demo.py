@@ -97,7 +97,7 @@ class Demo:
         elif event == "committed":
             self.versions.append(said)
             if said["step"] == self.args.join_at and "B" not in self.running:
-                print("-- B joins late, holding nothing: the base and the patches since bring it to the newest step")
+                print(f"-- B joins late, at step {said['step']}: a base and the patches since bring it to the newest")
                 self.start("B", "follower.py", self.directory / "B")
         elif event == "half-way":
             self.kill(said)

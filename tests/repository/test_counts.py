@@ -84,6 +84,28 @@ def test_a_reader_one_behind_makes_two_reads(place, again, tmp_path):
         assert lying(tmp_path / "out1") == lying(tmp_path / "bare") == want
 
 
+def test_the_store_counts_the_same(stub, tmp_path):
+    place = stub.place()
+    writer = weightvc.init(place.url, cache=tmp_path / "cache", **place.options)
+    writer.commit(step(0))
+    reader = weightvc.open(place.url, cache=None, **place.options)
+    reader.load(framework="numpy")
+    stub.clear()
+    writer.commit(step(1))
+    asked = Counter(request.operation for request in stub.log)
+    assert asked["PutObject"] == 2
+    assert asked["GetObject"] <= 3
+    assert asked.keys() == {"PutObject", "GetObject"}
+    stub.clear()
+    reader.load(framework="numpy")
+    assert Counter(request.operation for request in stub.log) == {"GetObject": 2}
+    stub.clear()
+    assert reader.resolve().message == writer.resolve().message
+    assert [(request.operation, "if-none-match" in request.headers) for request in stub.log] == [
+        ("GetObject", True)
+    ] * 2
+
+
 def test_a_pack_is_one_read_more(place, again, tmp_path, monkeypatch):
     from weightvc.objects import manifest
 

@@ -440,6 +440,20 @@ def test_other_pickles_are_refused_naming_their_keys(tmp_path, value):
         open_files(path)
 
 
+class Runs:
+    def __reduce__(self):
+        return exec, ("raise SystemExit",)
+
+
+def test_a_pickle_with_code_is_refused_by_what_it_asks_for_and_nobody_is_told_to_run_it(tmp_path):
+    import torch
+
+    torch.save({"w": Runs()}, path := tmp_path / "x.pt")
+    with pytest.raises(BadFile, match=r"exec.*") as caught:
+        open_files(path)
+    assert "weights_only=False" not in str(caught.value)
+
+
 NAMES = ["", "../../x", "a\0b", "n" * 5000, "A", "a", "é", "e\u0301", "/etc/x", "C:x"]
 
 

@@ -74,7 +74,9 @@ def _load(path: str, where: str) -> Any:
         raise
     except Exception as error:
         # Whatever an unpickler meets in a hostile file: there is no closed list.
-        reason = str(error).strip().split("\n")[0][:300]
+        # torch begins with how to load it all the same.
+        lines = str(error).strip().split("\n")
+        reason = next((line for line in lines if "WeightsUnpickler" in line), lines[0]).strip()[:300]
         raise BadFile(
             f"{where}: torch.load(weights_only=True) refuses it, and a pickle that could run code is never "
             f"loaded: save the tensors alone, as safetensors ({type(error).__name__}: {reason})"
