@@ -1,5 +1,6 @@
 """Garbage collection: what is deleted, when, and above all what is not."""
 
+import contextlib
 import os
 import secrets
 import time
@@ -268,6 +269,25 @@ def test_a_list_that_holds_a_part_of_it_makes_it_no_smaller(repository, monkeypa
     with pytest.raises(Refused, match="--force"):
         gc(repository, 0)
     assert names(repository) == before
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_what_came_after_an_older_root_is_counted_at_once_and_not_as_the_horizon_passes_it(repository, kept):
+    """It began at that root, or later: each run could have a little of it, and no run much."""
+    root = None
+    for i in range(7):
+        repository.commit(Bits(step(i)), base=True)
+        if i + 1 == kept:
+            root = repository.store.get(key.ROOT).data
+    assert root is not None
+    repository.store.put(key.ROOT, root)
+    before = names(repository)
+    with pytest.raises(Refused, match="--force"):
+        gc(repository, 0)
+    for _ in range(10):
+        with contextlib.suppress(Refused):
+            gc(repository, 1e-6)
+    assert {name for name in before if name.startswith(("manifest/", "pack/"))} <= names(repository)
 
 
 def test_uploads_without_a_manifest_were_never_published(repository):

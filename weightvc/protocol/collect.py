@@ -234,9 +234,10 @@ def mark(
             dead = []
     if dead:
         if not force:
-            # All of it, not what fits on one list: the next runs would have the rest.
+            # All of it, not what fits on one list or began before the horizon: the next runs would have the rest.
+            # (What an older root that was put back has lost began at it, or later.)
             sizes = sight.objects.values()
-            orphans.check(shelf, root, [sight.objects[name] for name in dead], sizes, named.released)
+            orphans.check(shelf, root, [sight.objects[name] for name in free], sizes, named.released)
         dead = dead[:LIST]
         own = root.collector
         if own is not None and own in sight.objects and own not in kept and key.parse(own).begin < horizon:

@@ -26,15 +26,16 @@ SHARE: Final = 0.3
 
 
 def check(
-    shelf: Shelf, root: Root, dead: Iterable[Listed], listed: Collection[Listed], released: frozenset[str]
+    shelf: Shelf, root: Root, free: Iterable[Listed], listed: Collection[Listed], released: frozenset[str]
 ) -> None:
     """Raise Refused where much is dead that may be of versions which the root has lost.
 
-    `dead` is all that could be condemned, in this run and in the next ones; `listed` is all that there is; `released`
-    are the transactions that entries let go of. Reads nothing where little is an orphan. Raises StoreError.
+    `free` is all that nothing names, and could be condemned, in this run or in the next ones; `listed` is all that
+    there is; `released` are the transactions that entries let go of. Reads nothing where little is an orphan. Raises
+    StoreError.
     """
     orphans: Counter[str] = Counter()
-    for one in dead:
+    for one in free:
         parsed = key.parse(one.key)
         if parsed.kind not in RECORDS and parsed.transaction not in released:
             orphans[parsed.transaction] += one.size
