@@ -201,6 +201,7 @@ def test_read_only_writes_nothing(stub: Stub, bucket: Repository) -> None:
         ("<Prefix>some/</Prefix><Expiration><Days>30</Days></Expiration>", "problem"),
         ("<Prefix>some/pol</Prefix><Expiration><Date>2030-01-01T00:00:00Z</Date></Expiration>", "problem"),
         ("<Prefix>some/policy/pack/</Prefix><Expiration><Days>1</Days></Expiration>", "problem"),
+        ("<Prefix>some/policy/manifest/ab</Prefix><Expiration><Days>1</Days></Expiration>", "problem"),
         ("<Prefix>some/policy/r</Prefix><Expiration><Days>1</Days></Expiration>", "problem"),
         (
             "<Filter><And><Prefix>some/</Prefix><ObjectSizeGreaterThan>9</ObjectSizeGreaterThan></And></Filter>"
