@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from weightvc import dcp, engines, hooks
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
+    from weightvc.doctor import Finding
     from weightvc.exporting import Export, Exported
     from weightvc.group import Group
     from weightvc.importing import Import, Imported
@@ -80,6 +81,7 @@ _LAZY = {
     "Diff": "weightvc.comparison",
     "TensorDiff": "weightvc.comparison",
     "diff": "weightvc.comparison",
+    "Finding": "weightvc.doctor",
     "Compacted": "weightvc.protocol.compact",
     "Policy": "weightvc.objects.retention",
     "Rules": "weightvc.objects.retention",
@@ -120,6 +122,7 @@ __all__ = [
     "Export",
     "Exported",
     "Fenced",
+    "Finding",
     "FsckReport",
     "Group",
     "GroupNotReady",

@@ -141,26 +141,30 @@ class Cache:
             os.utime(path)
         return Flat(descriptor, path)
 
+    def lacks(self, nbytes: int) -> str:
+        """What is wrong with the limit if no tree of so many bytes fits in; else empty."""
+        objects, bound = self._bounds()
+        if nbytes <= bound:
+            return ""
+        limit = "half of its disk" if self.limit is None else "its limit"
+        # As _bounds() divides it: objects get a quarter, and at most so much.
+        need = min(4 * (nbytes - 1) // 3 + 1, nbytes + self._objects)
+        return (
+            f"the cache {self.directory} keeps no weights, so they are fetched again each time: a version "
+            f"has {nbytes} bytes, and {limit} of {objects + bound} leaves {bound} for them; "
+            f"cache_limit (--cache-limit, WEIGHTVC_CACHE_LIMIT) has to be {need} or more"
+        )
+
     def write_tree(self, schema: Schema, digest: str | None = None) -> "TreeWriter | None":
         """Begin to keep a tree; None where the disk or the limit does not let us, or where another process is writing
         that very tree, if its digest is known by now. Warns, once, of a limit that no such tree fits in."""
-        objects, bound = self._bounds()
-        if schema.nbytes > bound:
+        if lacks := self.lacks(schema.nbytes):
             if not self._warned:
                 self._warned = True
-                limit = "half of its disk" if self.limit is None else "its limit"
-                # As _bounds() divides it: objects get a quarter, and at most so much.
-                need = min(4 * (schema.nbytes - 1) // 3 + 1, schema.nbytes + self._objects)
-                warnings.warn(
-                    f"the cache {self.directory} keeps no weights, so they are fetched again each time: a version "
-                    f"has {schema.nbytes} bytes, and {limit} of {objects + bound} leaves {bound} for them; "
-                    f"cache_limit (--cache-limit, WEIGHTVC_CACHE_LIMIT) has to be {need} or more",
-                    WeightvcWarning,
-                    stacklevel=2,
-                )
+                warnings.warn(lacks, WeightvcWarning, stacklevel=2)
             return None
         # The newest one stays: it may be what this one is made from, and this one may come to nothing.
-        self._sweep("trees", bound - schema.nbytes, self._trees, least=1)
+        self._sweep("trees", self._bounds()[1] - schema.nbytes, self._trees, least=1)
         try:
             return TreeWriter(self, schema.nbytes, digest)
         except OSError:

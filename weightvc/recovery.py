@@ -1,7 +1,7 @@
 """Recovery: what a repository does about stored bytes that are missing or bad."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from weightvc.errors import Corrupt, KeyNotFound, Refused
 from weightvc.history import History
 
 if TYPE_CHECKING:
+    from weightvc.doctor import Finding
     from weightvc.protocol.fsck import FsckReport
     from weightvc.protocol.rebuild import Rebuilt
 
@@ -69,6 +70,17 @@ class Recovery(History):
         finally:
             if stock is not None:
                 stock.close()
+
+    def examine(self, *, read_only: bool = False, nbytes: int = 16_000_000) -> "Iterator[Finding]":
+        """What may be wrong with the store, the repository and this host: one Finding after the other.
+
+        Works without a repository, and for who may only read: what needs more rights is `skipped`. Unless
+        `read_only`, small objects and one of `nbytes` bytes are written under probe/, and deleted at once. Objects
+        that the repository names are fsck()'s concern. What is found is not raised: a problem has its error's class.
+        """
+        from weightvc.doctor import examine
+
+        return examine(self._shelf, read_only=read_only, nbytes=nbytes)
 
     def _rootless(self, error: Corrupt | KeyNotFound) -> "FsckReport":
         from weightvc.protocol import fsck, rebuild

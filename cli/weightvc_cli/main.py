@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "gc": "maintenance",
     "maintain": "maintenance",
     "fsck": "recovery",
+    "doctor": "doctor",
     "mirror": "mirror",
     "import": "exchange",
     "export": "exchange",

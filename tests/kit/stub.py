@@ -7,8 +7,9 @@
         assert stub.count("PutObject") == 1
 
 It keeps objects in memory and speaks GetObject (ranges, conditions), HeadObject, PutObject (conditions),
-DeleteObject, DeleteObjects, ListObjectsV2, ListBuckets and CreateBucket, path style, signatures unchecked.
-It answers 501 to aws-chunked bodies and 400 to DeleteObjects without Content-MD5, as some servers do.
+DeleteObject, DeleteObjects, ListObjectsV2, ListBuckets, CreateBucket, HeadBucket, and what a bucket tells of itself
+(lifecycle rules, versioning, unfinished uploads), path style, signatures unchecked. It answers 501 to aws-chunked
+bodies and 400 to DeleteObjects without Content-MD5, as some servers do.
 
 A fault waits for requests that match it; the first that matches and has turns left is applied.
 """
@@ -160,6 +161,17 @@ class Stub:
     def __init__(self, *, page_size: int = 1000) -> None:
         self.page_size = page_size
         self.objects: dict[str, bytes] = {}
+        self.ahead = 0.0
+        """Seconds that its clock is ahead of this host's."""
+        self.region = "us-east-1"
+        self.lifecycle: list[str] = []
+        """Lifecycle rules, each as what stands in its <Rule>."""
+        self.versioning = ""
+        """"Enabled" or "Suspended"; it keeps no versions, whatever it says."""
+        self.uploads: dict[str, float] = {}
+        """When multipart uploads began that are not finished, by whole key."""
+        self.checks_digests = True
+        """Whether a body has to be what its Content-MD5 says."""
         self.log: list[Request] = []
         self._modified: dict[str, float] = {}
         self._faults: list[Fault] = []
@@ -324,6 +336,18 @@ class Stub:
                     return self._delete(request)
                 case "ListObjectsV2":
                     return self._list(request)
+                case "HeadBucket":
+                    return Reply(200, {"x-amz-bucket-region": self.region})
+                case "GetBucketLifecycleConfiguration" if not self.lifecycle:
+                    return _error(404, "NoSuchLifecycleConfiguration")
+                case "GetBucketLifecycleConfiguration":
+                    rules = "".join(f"<Rule>{rule}</Rule>" for rule in self.lifecycle)
+                    return _xml(f"<LifecycleConfiguration>{rules}</LifecycleConfiguration>")
+                case "GetBucketVersioning":
+                    status = f"<Status>{self.versioning}</Status>" if self.versioning else ""
+                    return _xml(f"<VersioningConfiguration>{status}</VersioningConfiguration>")
+                case "ListMultipartUploads":
+                    return self._list_uploads(request)
         return _error(501, "NotImplemented")
 
     def _get(self, request: Request) -> Reply:
@@ -345,6 +369,8 @@ class Stub:
         return Reply(206, {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}, data[start:stop])
 
     def _put(self, request: Request) -> Reply:
+        if self.checks_digests and request.headers.get("content-md5", _md5(request.body)) != _md5(request.body):
+            return _error(400, "BadDigest")
         there = self.objects.get(request.key)
         if "if-none-match" in request.headers and there is not None:
             return _error(412, "PreconditionFailed")
@@ -354,12 +380,11 @@ class Stub:
             if _bare(request.headers["if-match"]) != _etag(there):
                 return _error(412, "PreconditionFailed")
         self.objects[request.key] = request.body
-        self._modified[request.key] = time.time()
+        self._modified[request.key] = time.time() + self.ahead
         return Reply(200, {"ETag": f'"{_etag(request.body)}"'})
 
     def _delete(self, request: Request) -> Reply:
-        digest = base64.b64encode(hashlib.md5(request.body).digest()).decode()
-        if request.headers.get("content-md5") != digest:
+        if request.headers.get("content-md5") != _md5(request.body):
             return _error(400, "InvalidRequest")
         for element in ElementTree.fromstring(request.body).iter():
             if element.tag.endswith("Key"):
@@ -383,6 +408,16 @@ class Stub:
             f"<ListBucketResult><Name>{BUCKET}</Name><Prefix>{escape(prefix)}</Prefix>"
             f"<KeyCount>{len(page)}</KeyCount><IsTruncated>{str(more).lower()}</IsTruncated>"
             f"<EncodingType>url</EncodingType>{token}{contents}</ListBucketResult>"
+        )
+
+    def _list_uploads(self, request: Request) -> Reply:
+        uploads = "".join(
+            f"<Upload><Key>{escape(key)}</Key><UploadId>1</UploadId><Initiated>{_iso_date(began)}</Initiated></Upload>"
+            for key, began in sorted(self.uploads.items())
+            if key.startswith(request.query.get("prefix", ""))
+        )
+        return _xml(
+            f"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>{uploads}</ListMultipartUploadsResult>"
         )
 
 
@@ -443,6 +478,7 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
                 return
             body = b"" if self.command == "HEAD" or reply.status in (204, 304) else reply.body
             head = [f"HTTP/1.1 {reply.status} {self.responses.get(reply.status, ('',))[0]}"]
+            head.append(f"Date: {_http_date(time.time() + stub.ahead)}")
             head += [f"{name}: {value}" for name, value in reply.headers.items()]
             if reply.status not in (204, 304):
                 head.append(f"Content-Length: {len(reply.body)}")
@@ -468,7 +504,16 @@ def _operation(method: str, bucket: str, key: str, query: dict[str, str]) -> str
         )
     if method == "POST" and "delete" in query:
         return "DeleteObjects"
-    return {"GET": "ListObjectsV2", "PUT": "CreateBucket", "HEAD": "HeadBucket"}.get(method, "")
+    if method == "GET":
+        return next((name for word, name in _OF_BUCKET.items() if word in query), "ListObjectsV2")
+    return {"PUT": "CreateBucket", "HEAD": "HeadBucket"}.get(method, "")
+
+
+_OF_BUCKET = {
+    "lifecycle": "GetBucketLifecycleConfiguration",
+    "versioning": "GetBucketVersioning",
+    "uploads": "ListMultipartUploads",
+}
 
 
 def _begins(request: Request) -> int:
@@ -508,6 +553,10 @@ def _error(status: int, code: str) -> Reply:
 
 def _xml(body: str, status: int = 200) -> Reply:
     return Reply(status, {"Content-Type": "application/xml"}, f'<?xml version="1.0"?>{body}'.encode())
+
+
+def _md5(data: bytes) -> str:
+    return base64.b64encode(hashlib.md5(data).digest()).decode()
 
 
 def _etag(data: bytes) -> str:

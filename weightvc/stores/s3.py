@@ -239,6 +239,30 @@ class S3Store:
             self._made.close()
         self._made = None
 
+    # -- what the store itself has no use for ------------------------------------------------------------
+
+    @property
+    def region(self) -> str:
+        """The region that requests are signed for. Raises AccessDenied, BadName."""
+        return str(self._client().meta.region_name)
+
+    @property
+    def endpoint(self) -> str:
+        """The server's URL."""
+        return str(self._client().meta.endpoint_url)
+
+    def identity(self) -> tuple[str, str] | None:
+        """The access key's id and how boto3 found it; None if requests are not signed."""
+        found = None if self._anonymous else self._session().get_credentials()
+        return None if found is None else (found.access_key or "", found.method or "")
+
+    def ask(self, operation: str, *, attempts: int | None = None, **arguments: Any) -> dict[str, Any]:
+        """What boto3 gives for another operation on the bucket. Where S3 refused, its answer is the error's cause.
+
+        Raises KeyNotFound, AccessDenied, Unavailable.
+        """
+        return self._retry(operation, "", lambda: self._send("reads", operation, **arguments), attempts)
+
     # -- one attempt each ------------------------------------------------------------------------------
 
     def _read(
@@ -410,8 +434,9 @@ class S3Store:
         reply: dict[str, Any] = getattr(client, operation)(Bucket=self.bucket, **arguments)
         return reply
 
-    def _retry(self, verb: str, key: str, attempt: Callable[[], T]) -> T:
-        for number in range(self._attempts):
+    def _retry(self, verb: str, key: str, attempt: Callable[[], T], attempts: int | None = None) -> T:
+        attempts = attempts or self._attempts
+        for number in range(attempts):
             try:
                 return attempt()
             except _Again as error:
@@ -424,10 +449,10 @@ class S3Store:
                 last = error
             except boto.BotoCoreError as error:
                 self._broken(verb, key, error)
-            if number + 1 < self._attempts:
+            if number + 1 < attempts:
                 time.sleep(random.uniform(0, min(20.0, self._backoff * 2**number)))
         raise Unavailable(
-            f"cannot {verb} {key!r} in {self.url}: {self._attempts} attempts, the last: {last}: try again later"
+            f"cannot {verb} {key!r} in {self.url}: {attempts} attempts, the last: {last}: try again later"
         ) from last
 
     def _refused(self, verb: str, key: str, error: boto.ClientError) -> NoReturn:
@@ -477,11 +502,11 @@ class S3Store:
                     raise BadName(f"{self.url}: {error}: check endpoint_url and region") from error
             return self._made
 
-    def _connect(self) -> Any:
+    def _session(self) -> boto3.session.Session:
         access_key, secret_key, session_token = self._keys
         core = botocore.session.Session()
         core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
-        session = boto3.session.Session(
+        return boto3.session.Session(
             botocore_session=core,
             profile_name=self._profile,
             region_name=self._region,
@@ -489,6 +514,9 @@ class S3Store:
             aws_secret_access_key=secret_key,
             aws_session_token=session_token,
         )
+
+    def _connect(self) -> Any:
+        session = self._session()
 
         def make(style: Any) -> Any:
             config = Config(
