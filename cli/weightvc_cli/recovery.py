@@ -86,10 +86,12 @@ def fsck(
             _print_rebuilt(made)
         report = repository.fsck(read_data=read_data, seed=seed, repair=repair, sources=sources)
         run.numbers |= checked(report) | {"seconds/fsck": run.took()}
-        _tell(settings, report, made, repair=repair)
+        # What is wrong in bytes alone is found, and mended, only where they are read.
+        mend = "" if repair else f": see `weightvc fsck{' --read-data' if read_data else ''} --repair`"
+        _tell(settings, report, made, mend)
 
 
-def _tell(settings: Settings, report: "FsckReport", made: "Rebuilt | None", *, repair: bool) -> None:
+def _tell(settings: Settings, report: "FsckReport", made: "Rebuilt | None", mend: str) -> None:
     """Print what was found; raise Corrupt where something is missing or bad."""
     from weightvc.errors import Corrupt
 
@@ -102,7 +104,6 @@ def _tell(settings: Settings, report: "FsckReport", made: "Rebuilt | None", *, r
     if not report.ok:
         if report.sequence is None:
             raise Corrupt(f"{report.url} has no root that can be read: see `weightvc fsck --rebuild-root`")
-        mend = "" if repair else ": see `weightvc fsck --repair`"
         raise Corrupt(
             f"{report.url} is not whole: {counted(len(report.damages), 'object')} missing or bad, "
             f"{counted(len(report.lost), 'version')} that cannot be read{mend}"

@@ -259,7 +259,7 @@ def run(url: str, options: Mapping[str, Any], folder: Path, *, seconds: float, s
         herd.disturb(seconds, random.Random(seed), ended)
         herd.send("trainer", signal.SIGKILL)
         herd.running["trainer"].wait()
-        head = repository.resolve("main").id
+        head = _settled(repository)
         (folder / END).touch()
         for role in HOSTS:
             try:
@@ -280,6 +280,15 @@ def run(url: str, options: Mapping[str, Any], folder: Path, *, seconds: float, s
     kept = sum(file.stat().st_size for file in (folder / "shared").rglob("*") if file.is_file())
     done.counts["bytes in the shared cache"] = kept
     return done
+
+
+def _settled(repository: weightvc.Repository) -> str:
+    """The head, once a server has done what its killed client had asked for."""
+    head = ""
+    while head != (now := repository.resolve("main").id):
+        head = now
+        time.sleep(2)
+    return head
 
 
 if __name__ == "__main__":
