@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 import weightvc
 
 ROOT = Path(__file__).parents[1]
+HOUSE = ("", "weightvc", "weightvc/engines", "cli/weightvc_cli", "kernels/weightvc_kernels", "tests/stores")
+"""Where the paths of CONTRIBUTING.md begin."""
 
 
 def blocks(language: str, page: str = "README.md") -> list[str]:
@@ -132,6 +134,14 @@ def test_the_quick_start(place: Path) -> None:
 
 
 def test_its_links_lead_somewhere() -> None:
-    for name in ("README.md", "CONTRIBUTING.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
         for link in re.findall(r"\]\(([^)]+)\)", (ROOT / name).read_text()):
-            assert "://" in link or (ROOT / link).exists(), link
+            assert "://" in link or (ROOT / link.partition("#")[0]).exists(), link
+
+
+def test_the_house_is_laid_out_as_described() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    places = re.findall(r"\b((?:weightvc|cli|kernels|tests|docs)/[\w./]*\w|\w+\.py)\b", text)
+    assert len(places) > 30
+    for place in places:
+        assert any((ROOT / folder / place).exists() for folder in HOUSE), place

@@ -292,7 +292,7 @@ class History:
     def _head_of(self, root: Root, name: str, expect: Ref | None) -> str:
         head = root.branches.get(name)
         if head is None:
-            raise RefNotFound(f"there is no branch {name!r}")
+            raise RefNotFound(f"there is no branch {name!r}: see `weightvc branch`")
         if name in self._epochs:
             check_epoch(self._shelf, root, name, self._epochs[name])
         if expect is not None and (wanted := Refs(self._shelf, root).resolve(expect).entry.new) != head:

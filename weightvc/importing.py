@@ -204,7 +204,9 @@ class Import:
         try:
             names = sorted(os.listdir(self.directory))
         except OSError as error:
-            raise BadFile(f"{self.directory}: cannot be listed: {error.strerror}") from None
+            raise BadFile(
+                f"{self.directory}: cannot be listed: {error.strerror}: name the directory that has the checkpoints"
+            ) from None
         found: dict[int, Numbered] = {}
         stems: dict[str, str] = {}
         for name in names:

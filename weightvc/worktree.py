@@ -285,7 +285,7 @@ def content(shelf: Shelf, source: VersionSource, path: str, piece: int) -> Itera
     file = next((f for f in files if f.path == path), None)
     if file is None:
         names = ", ".join(f.path for f in files[:8])
-        raise NotFound(f"the version has no file {path!r:.200}; it has {names}")
+        raise NotFound(f"the version has no file {path!r:.200}; it has {names}: see `weightvc ls --files`")
     for start in range(0, len(file.content), piece):
         yield bytes(file.content[start : start + piece])
     # A header's tensors cover its file without holes.

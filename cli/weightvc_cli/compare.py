@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from weightvc_cli import terminal
+from weightvc_cli.completion import sides_of
 from weightvc_cli.output import as_json, percent, shape, share, shown, size, table, times
-from weightvc_cli.settings import Settings, json_option, progress, repository_option
+from weightvc_cli.settings import Settings, json_option, pager_option, progress, repository_option
 
 if TYPE_CHECKING:
     from weightvc.comparison import Diff, TensorDiff
@@ -18,8 +20,8 @@ LISTED: Final = 8
 
 
 @click.command()
-@click.argument("old")
-@click.argument("new")
+@click.argument("old", shell_complete=sides_of)
+@click.argument("new", shell_complete=sides_of)
 @click.option("--stat", is_flag=True, help="Also steps, weights, and what a day of such steps would cost.")
 @click.option(
     "--step-time",
@@ -31,6 +33,7 @@ LISTED: Final = 8
 @click.option("--readers", type=click.IntRange(min=0), default=1, help="Hosts that fetch each version (1).")
 @click.option("--dtype", metavar="NAME", help="Cast floating tensors of both first: bf16, fp16, fp32.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ.")
+@pager_option
 @json_option
 @repository_option
 @click.pass_context
@@ -47,6 +50,11 @@ def diff(
     """Show what changed from OLD to NEW.
 
     Each is a path or URL of a checkpoint, or else a version. Two paths need no repository.
+
+    \b
+    Examples:
+      weightvc diff main~1 main --stat
+      weightvc diff checkpoint-100 checkpoint-101 --dtype bf16 --stat
     """
     import weightvc
     from weightvc.errors import RefNotFound
@@ -62,13 +70,13 @@ def diff(
                 try:
                     sides[i] = stack.enter_context(repository.source(sides[i], whole=True))
                 except RefNotFound as error:
-                    raise RefNotFound(f"{error}, nor a path here") from None
+                    raise RefNotFound(f"no file or directory {sides[i]!r} here; {error}") from None
         found = weightvc.diff(*sides, progress=bar, dtype=dtype)
     if settings.json:
         click.echo(as_json(_json(found, step_time, readers)))
     else:
-        for line in _stat(found, step_time, readers) if stat else _summary(found):
-            click.echo(line)
+        lines = _stat(found, step_time, readers) if stat else _summary(found)
+        terminal.write(lines, pager=not settings.no_pager)
     differs = any(tensor.status != "same" for tensor in found.tensors)
     if exit_code and differs:
         context.exit(1)

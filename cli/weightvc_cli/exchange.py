@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from weightvc_cli.completion import branches_of, paths_of, refs_of
 from weightvc_cli.output import as_json, counted, labels, shown, size
 from weightvc_cli.rollout import noted
 from weightvc_cli.settings import Settings, json_option, repository_option
@@ -16,14 +17,24 @@ if TYPE_CHECKING:
 
 
 @click.command("import")
-@click.argument("directory", metavar="DIR")
-@click.option("-b", "--branch", default="HEAD", metavar="NAME", show_default=True, help="The branch to commit to.")
+@click.argument("directory", metavar="DIR", shell_complete=paths_of)
+@click.option(
+    "-b",
+    "--branch",
+    default="HEAD",
+    metavar="NAME",
+    show_default=True,
+    help="The branch to commit to.",
+    shell_complete=branches_of,
+)
 @click.option("--follow", is_flag=True, help="Go on: commit each checkpoint that appears, once it is whole.")
 @click.option("--every", metavar="SECONDS", default=5.0, show_default=True, help="How often --follow looks.")
 @click.option("--only", metavar="GLOB", default="*", help="Take only names that match, as in 'checkpoint-*'.")
 @click.option("--exclude", metavar="GLOB", multiple=True, help="Leave files of checkpoints out, as often as needed.")
 @click.option("--dtype", metavar="NAME", help="Cast floating tensors: bf16, fp16, fp32.")
-@click.option("--base", metavar="PATH", help="The checkpoint that the first delta was made on.")
+@click.option(
+    "--base", metavar="PATH", shell_complete=paths_of, help="The checkpoint that the first delta was made on."
+)
 @click.option("--run", metavar="NAME", help="Label: the run.")
 @json_option
 @repository_option
@@ -50,6 +61,10 @@ def import_(
     With --follow the directory may still be written to: a checkpoint is committed once all of it is there and has
     looked the same twice. What does not become whole is told once. The trainer may remove checkpoints. Ends at
     SIGTERM or Ctrl-C, between two versions.
+
+    \b
+    Examples:
+      weightvc import outputs --follow --exclude 'optimizer.*'
     """
     from weightvc.importing import Import
 
@@ -85,8 +100,8 @@ def _imported(settings: Settings, done: "Imported") -> None:
 
 
 @click.command()
-@click.argument("ref")
-@click.argument("directory", metavar="DIR")
+@click.argument("ref", shell_complete=refs_of)
+@click.argument("directory", metavar="DIR", shell_complete=paths_of)
 @click.option(
     "--format",
     "layout",
@@ -135,6 +150,10 @@ def export(
     again, so that it may be killed at any moment, and goes on when it is run again; old directories may be removed.
     A version that the layout cannot say is refused before anything of it is written. With --follow it ends at SIGTERM
     or Ctrl-C, between two versions.
+
+    \b
+    Examples:
+      weightvc export main served --follow --last 1
     """
     from weightvc.exporting import Export
 

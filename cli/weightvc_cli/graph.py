@@ -1,13 +1,13 @@
 """History as lanes: which lines of text stand beside which versions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
-def draw(history: Iterator[tuple[str, Sequence[str], list[str]]]) -> Iterator[str]:
+def draw(history: Iterator[tuple[str, Sequence[str], list[str]]], paint: Callable[[str], str] = str) -> Iterator[str]:
     """Lines of `history`, children before parents: (id, parents' ids, lines of text), with the graph before them.
 
     A lane is a version that is still awaited. After each version its lane goes on to its parents; lanes that await
-    the same version run together into the leftmost.
+    the same version run together into the leftmost. `paint` gives a row of lanes its colours.
     """
     lanes: list[str] = []
     for ident, parents, text in history:
@@ -24,7 +24,7 @@ def draw(history: Iterator[tuple[str, Sequence[str], list[str]]]) -> Iterator[st
         rows += [straight] * (len(text) - len(rows))
         width = max(map(len, rows))
         for i, row in enumerate(rows):
-            yield f"{row:<{width}} {text[i] if i < len(text) else ''}".rstrip()
+            yield f"{paint(row.ljust(width))} {text[i] if i < len(text) else ''}".rstrip()
         lanes = after
 
 

@@ -1,11 +1,14 @@
 """Commands that read history: log, show, ls, cat, reflog."""
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from weightvc_cli import terminal
+from weightvc_cli.completion import branches_of, refs_of
 from weightvc_cli.output import (
     as_json,
     entry_json,
@@ -19,7 +22,7 @@ from weightvc_cli.output import (
     table,
     weight,
 )
-from weightvc_cli.settings import Settings, json_option, repository_option
+from weightvc_cli.settings import Settings, json_option, pager_option, repository_option
 
 if TYPE_CHECKING:
     from weightvc.objects.catalogue import Entry
@@ -30,12 +33,20 @@ PIECE: Final = 64 << 20
 """Bytes of a tensor or file that are written at once."""
 
 
-@click.command()
-@click.argument("refs", nargs=-1, metavar="[REF]...")
-@click.option("-n", "--max-count", type=click.IntRange(min=0), help="At most so many versions.")
+class _Counted(click.Command):
+    """A command with -n, for which -3 is -n 3."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [re.sub(r"^-([0-9]+)$", r"-n\1", arg) for arg in args])
+
+
+@click.command(cls=_Counted)
+@click.argument("refs", nargs=-1, metavar="[REF]...", shell_complete=refs_of)
+@click.option("-n", "--max-count", metavar="N", type=click.IntRange(min=0), help="At most so many versions; or -N.")
 @click.option("--oneline", is_flag=True, help="One line a version.")
 @click.option("--graph", is_flag=True, help="Draw the history's lanes.")
 @click.option("--all", "all_branches", is_flag=True, help="All branches.")
+@pager_option
 @json_option
 @repository_option
 @click.pass_obj
@@ -46,6 +57,12 @@ def log(
 
     REF (HEAD unless given) and all that it descends from. Versions that retention let go of are among them, marked
     as expired.
+
+    \b
+    Examples:
+      weightvc log --oneline -5
+      weightvc log --graph --oneline --all
+      weightvc log main --json
     """
     with settings.open() as repository, repository.snapshot() as root:
         names = _names(repository, root)
@@ -62,11 +79,12 @@ def log(
         if graph:
             from weightvc_cli.graph import draw
 
-            lines = draw((entry.new or "", _parents(entry), make(entry, names)) for entry in entries)
+            lines = draw(
+                ((entry.new or "", _parents(entry), make(entry, names)) for entry in entries), terminal.lanes
+            )
         else:
             lines = (line for entry in entries for line in make(entry, names))
-        for line in lines:
-            click.echo(line)
+        terminal.write(lines, pager=not settings.no_pager)
 
 
 def _parents(entry: "Entry") -> Sequence[str]:
@@ -98,9 +116,9 @@ def _named(names: dict[str, list[str]], entry: "Entry") -> dict[str, list[str]]:
 def _one_line(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
     version = entry.version
     assert version is not None
-    parts = [version.short]
+    parts = [terminal.ident(version.short)]
     if entry.new in names:
-        parts.append(f"({', '.join(names[entry.new])})")
+        parts.append(terminal.pointers(names[entry.new]))
     if version.step is not None:
         parts.append(f"[step {version.step}]")
     if entry.gone:
@@ -111,7 +129,9 @@ def _one_line(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
 def _lines(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
     version = entry.version
     assert version is not None
-    lines = [f"version {version.id}" + (f" ({', '.join(names[entry.new])})" if entry.new in names else "")]
+    lines = [terminal.ident(f"version {version.id}")]
+    if entry.new in names:
+        lines[0] += f" {terminal.pointers(names[entry.new])}"
     if entry.gone:
         lines[0] += " (expired)"
     if len(version.parents) > 1:
@@ -127,12 +147,18 @@ def _lines(entry: "Entry", names: dict[str, list[str]]) -> list[str]:
 
 
 @click.command()
-@click.argument("ref", default="HEAD")
+@click.argument("ref", default="HEAD", shell_complete=refs_of)
+@pager_option
 @json_option
 @repository_option
 @click.pass_obj
 def show(settings: Settings, ref: str) -> None:
-    """Show one version in full; of one that has expired, its record."""
+    """Show one version in full; of one that has expired, its record.
+
+    \b
+    Examples:
+      weightvc show main~1
+    """
     with settings.open() as repository, repository.snapshot() as root:
         names = _names(repository, root)
         entry = repository.entry(ref)
@@ -145,27 +171,33 @@ def show(settings: Settings, ref: str) -> None:
                 more = {"manifest": place.manifest, "files": [{"path": p, "bytes": n} for p, n in files.items()]}
             click.echo(as_json(entry_json(entry) | _named(names, entry) | more))
             return
-        for line in _lines(entry, names):
-            click.echo(line)
-        for key, value in version.metadata.items():
-            click.echo(f"Meta:     {shown(key)} = {as_json(value)}")
-        click.echo(f"Tree:     {version.tree}  ({version.elements} elements, {size(version.nbytes)})")
-        click.echo(f"Layout:   {version.layout or 'none: it came from memory'}")
-        for parent in version.parents:
-            click.echo(f"Parent:   {parent}")
-        if place is None or files is None:
-            return
-        click.echo(f"Manifest: {place.manifest}  ({size(place.nbytes)} stored in all)")
-        for edge in (edge for way in place.all_ways for edge in way.edges):
-            kind = f"patch from {edge.source[:12]}" if edge.source else "base"
-            click.echo(f"Edge:     {kind}, {size(edge.nbytes)}, {edge.changed} elements")
-        for path, nbytes in files.items():
-            click.echo(f"File:     {shown(path)}  ({size(nbytes)})")
+        terminal.write([*_lines(entry, names), *_rest(entry, files)], pager=not settings.no_pager)
+
+
+def _rest(entry: "Entry", files: dict[str, int] | None) -> Iterator[str]:
+    """What show has beside log."""
+    version, place = entry.version, entry.place
+    assert version is not None
+    for key, value in version.metadata.items():
+        yield f"Meta:     {shown(key)} = {as_json(value)}"
+    yield f"Tree:     {version.tree}  ({version.elements} elements, {size(version.nbytes)})"
+    yield f"Layout:   {version.layout or 'none: it came from memory'}"
+    for parent in version.parents:
+        yield f"Parent:   {parent}"
+    if place is None or files is None:
+        return
+    yield f"Manifest: {place.manifest}  ({size(place.nbytes)} stored in all)"
+    for edge in (edge for way in place.all_ways for edge in way.edges):
+        kind = f"patch from {edge.source[:12]}" if edge.source else "base"
+        yield f"Edge:     {kind}, {size(edge.nbytes)}, {edge.changed} elements"
+    for path, nbytes in files.items():
+        yield f"File:     {shown(path)}  ({size(nbytes)})"
 
 
 @click.command()
-@click.argument("ref", default="HEAD")
+@click.argument("ref", default="HEAD", shell_complete=refs_of)
 @click.option("--files", is_flag=True, help="List the files that a checkout writes, not the tensors.")
+@pager_option
 @json_option
 @repository_option
 @click.pass_obj
@@ -173,6 +205,11 @@ def ls(settings: Settings, ref: str, files: bool) -> None:
     """List a version's tensors, or its files.
 
     A tensor has a line of dtype, shape, digest and name.
+
+    \b
+    Examples:
+      weightvc ls main
+      weightvc ls v1 --files
     """
     with settings.open() as repository:
         if files:
@@ -180,8 +217,8 @@ def ls(settings: Settings, ref: str, files: bool) -> None:
             if settings.json:
                 click.echo(as_json([{"path": path, "bytes": nbytes} for path, nbytes in found.items()]))
                 return
-            for line in table([(str(nbytes), shown(path)) for path, nbytes in found.items()], "rl"):
-                click.echo(line)
+            lines = table([(str(nbytes), shown(path)) for path, nbytes in found.items()], "rl")
+            terminal.write(lines, pager=not settings.no_pager)
             return
         with repository.source(ref) as source:
             tensors = list(zip(source.tensors, source.tree.tensors, strict=True))
@@ -203,8 +240,7 @@ def ls(settings: Settings, ref: str, files: bool) -> None:
             )
             return
         rows = [(t.dtype, shape(t.shape), digest.hex()[:12], _called(t.component, t.name)) for t, digest in tensors]
-        for line in table(rows, "llll"):
-            click.echo(line)
+        terminal.write(table(rows, "llll"), pager=not settings.no_pager)
 
 
 def _called(component: str, name: str) -> str:
@@ -212,7 +248,7 @@ def _called(component: str, name: str) -> str:
 
 
 @click.command()
-@click.argument("ref")
+@click.argument("ref", shell_complete=refs_of)
 @click.argument("file", required=False)
 @click.option("--tensor", metavar="NAME", help="A tensor's raw bytes instead of a file.")
 @click.option("--component", default="", metavar="FOLDER", help="The component that the tensor belongs to.")
@@ -222,6 +258,11 @@ def cat(settings: Settings, ref: str, file: str | None, tensor: str | None, comp
     """Write a file of a version to stdout.
 
     FILE is one of `weightvc ls --files`.
+
+    \b
+    Examples:
+      weightvc cat main config.json
+      weightvc cat main --tensor lm_head.weight > lm_head.bin
     """
     if (file is None) == (tensor is None):
         raise click.UsageError("name either a FILE or a --tensor")
@@ -242,14 +283,20 @@ def _write(data: bytes) -> None:
         view = view[sys.stdout.buffer.write(view) :]
 
 
-@click.command()
-@click.argument("branch", default="HEAD")
-@click.option("-n", "--max-count", type=click.IntRange(min=0), help="At most so many moves.")
+@click.command(cls=_Counted)
+@click.argument("branch", default="HEAD", shell_complete=branches_of)
+@click.option("-n", "--max-count", metavar="N", type=click.IntRange(min=0), help="At most so many moves; or -N.")
+@pager_option
 @json_option
 @repository_option
 @click.pass_obj
 def reflog(settings: Settings, branch: str, max_count: int | None) -> None:
-    """Show every move of a branch."""
+    """Show every move of a branch.
+
+    \b
+    Examples:
+      weightvc reflog main -5
+    """
     with settings.open() as repository:
         moves = []
         for i, entry in enumerate(repository.reflog(branch)):
@@ -275,7 +322,10 @@ def reflog(settings: Settings, branch: str, max_count: int | None) -> None:
                 )
             )
             return
-        for i, entry in enumerate(moves):
-            to = entry.new[:12] if entry.new else "gone"
-            text = f"{to} {entry.name}@{{{i}}} {local(entry.time)} {shown(entry.author)} {entry.op}"
-            click.echo(f"{text}: {first_line(entry.message)}" if entry.message else text)
+        terminal.write((_move(i, entry) for i, entry in enumerate(moves)), pager=not settings.no_pager)
+
+
+def _move(index: int, entry: "Entry") -> str:
+    to = terminal.ident(entry.new[:12]) if entry.new else "gone"
+    text = f"{to} {entry.name}@{{{index}}} {local(entry.time)} {shown(entry.author)} {entry.op}"
+    return f"{text}: {first_line(entry.message)}" if entry.message else text

@@ -12,8 +12,9 @@ import click
 
 from weightvc import __version__
 from weightvc.errors import AccessDenied, KeyNotFound, Refused, Unavailable, WeightvcError
+from weightvc_cli import habits, terminal
 from weightvc_cli.output import as_json, shown
-from weightvc_cli.settings import Compiling, Settings, repository_option
+from weightvc_cli.settings import Compiling, Settings, pager_option, repository_option
 
 # Commands are imported when they are asked for: `weightvc --version` should not wait for `commit`.
 COMMANDS: Final = {
@@ -44,16 +45,17 @@ COMMANDS: Final = {
     "mirror": "mirror",
     "import": "exchange",
     "export": "exchange",
+    "completion": "completion",
 }
-INSTEAD: Final = {
-    "add": "`weightvc commit PATH` takes all that lies there",
-    "clone": "`weightvc checkout REF DIR` needs no copy of the repository; `weightvc mirror` makes one",
-    "fetch": "`weightvc pull REF --into DIR` fetches",
-    "merge": "weights are not merged; `weightvc commit --parent REF` records a further parent",
-    "push": "`weightvc commit` has published already",
-    "switch": "`weightvc checkout REF DIR`",
+SECTIONS: Final = {
+    "Weights in and out": ("work", "rollout"),
+    "Look": ("history", "compare"),
+    "Move branches and tags": ("refs",),
+    "Keep in order": ("ways", "maintenance", "recovery"),
+    "Other places": ("mirror", "exchange"),
+    "Your shell": ("completion",),
 }
-"""What git has commands for, and what does it here."""
+"""The modules under each heading of the help."""
 INTERRUPTED: Final = 130
 CLOSED_PIPE: Final = 141
 
@@ -61,6 +63,13 @@ CLOSED_PIPE: Final = 141
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        limit = formatter.width - 6 - max(map(len, COMMANDS))
+        for heading, modules in SECTIONS.items():
+            with formatter.section(heading):
+                rows = [(name, self.get_command(ctx, name)) for name, module in COMMANDS.items() if module in modules]
+                formatter.write_dl([(name, found.get_short_help_str(limit)) for name, found in rows if found])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -73,6 +82,8 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if ctx.resilient_parsing:  # Tab was pressed: nothing is said
+            return super().resolve_command(ctx, args)
         if name == "help":
             # `weightvc help log` is `weightvc log --help`.
             args = [args[1], "--help"] if len(args) > 1 else args
@@ -83,8 +94,8 @@ class _Commands(click.Group):
             import difflib
 
             close = difflib.get_close_matches(name, COMMANDS)
-            if name in INSTEAD:
-                ctx.fail(f"no command {name!r}: {INSTEAD[name]}")
+            if name in habits.COMMANDS:
+                ctx.fail(f"no command {name!r}: {habits.COMMANDS[name]}")
             ctx.fail(f"no command {name!r}" + (f": did you mean {' or '.join(close)}?" if close else ""))
         return super().resolve_command(ctx, args)
 
@@ -100,12 +111,23 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @repository_option
+@pager_option
 @click.version_option(__version__, message="weightvc %(version)s")
 def cli() -> None:
     """git for model weights, on object storage.
 
     A REF is a branch, a tag, a version id or its first digits, and what follows: main~2, main@{1},
     main@{step=121}. HEAD is the default branch.
+
+    \b
+    Examples:
+      weightvc init s3://bucket/policy
+      export WEIGHTVC_REPO=s3://bucket/policy
+      weightvc commit checkpoint-100 --step 100 -m "warmed up"
+      weightvc log --oneline -5
+      weightvc pull main --into weights
+
+    `weightvc help COMMAND` has more of each.
     """
 
 
@@ -133,7 +155,8 @@ def _run(settings: Settings) -> int:
         # A file name may hold bytes that are no text; it is shown all the same.
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     try:
-        result: Any = cli.main(prog_name="weightvc", standalone_mode=False, obj=settings)
+        color = False if terminal.plain() else None
+        result: Any = cli.main(prog_name="weightvc", standalone_mode=False, obj=settings, color=color)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.Abort:
@@ -142,11 +165,8 @@ def _run(settings: Settings) -> int:
         click.echo(error.format_message(), err=True)
         return error.exit_code
     except click.ClickException as error:
-        hint = getattr(getattr(error, "ctx", None), "command_path", "weightvc")
         settings.json = settings.json or "--json" in sys.argv
-        return _fail(
-            settings, "Usage", f"{error.format_message().rstrip('.')} (see `{hint} --help`)", error.exit_code, error
-        )
+        return _fail(settings, "Usage", _usage(error), error.exit_code, error)
     except WeightvcError as error:
         hint = settings.hint() if isinstance(error, KeyNotFound | AccessDenied | Unavailable) else ""
         return _fail(settings, type(error).__name__, f"{error}{hint}", error.exit_code, error)
@@ -161,6 +181,18 @@ def _run(settings: Settings) -> int:
     except Exception as error:
         text = f"a bug in weightvc: {type(error).__name__}: {error}; WEIGHTVC_DEBUG=1 shows where: please report it"
         return _fail(settings, "Bug", text, 1, error)
+
+
+def _usage(error: click.ClickException) -> str:
+    """What is wrong with the command line, and what to type next."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "weightvc"
+    said = error.format_message().rstrip(".")
+    if isinstance(error, click.NoSuchOption):
+        habit = habits.OPTIONS.get((path.rpartition(" ")[2], error.option_name))
+        if habit is not None:
+            said = f"no option {error.option_name}: {habit}"
+    return f"{said} (see `{path} --help`)"
 
 
 def _lost() -> bool:

@@ -76,6 +76,11 @@ def expire(
     A version stays that any rule keeps. Heads and tagged versions always do. What others are patched from stays
     stored as a step, but cannot be asked for any more. Without rules, the policy that the repository keeps is
     followed. `weightvc gc` then frees the space. There is no way back: look with --dry-run first.
+
+    \b
+    Examples:
+      weightvc expire --keep-last 1000 --keep-every-step 100 --dry-run
+      weightvc expire --keep-within 7d --save
     """
     from weightvc.objects.retention import ALL, UNREACHABLE, Policy, Rules, to_json
 
@@ -197,6 +202,11 @@ def gc(
 
     Two runs are needed, a grace period apart: one condemns, the other deletes. With --grace 0s one run does all of
     it, for repositories that nobody uses meanwhile.
+
+    \b
+    Examples:
+      weightvc gc --dry-run
+      weightvc gc --grace 2h
     """
     if dry_run:
         metrics.none_of("a dry run")
@@ -304,6 +314,10 @@ def maintain(
     """Do all that a repository wants done regularly.
 
     Expire by the policy that it keeps, compact, collect garbage, and keep a copy of the root: one job to schedule.
+
+    \b
+    Examples:
+      weightvc maintain --every 1h --metrics maintain.jsonl
     """
 
     def once() -> int:

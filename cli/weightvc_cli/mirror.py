@@ -8,6 +8,7 @@ from urllib.parse import parse_qs
 
 import click
 
+from weightvc_cli.completion import paths_of
 from weightvc_cli.output import as_json, counted, size
 from weightvc_cli.rollout import noted
 from weightvc_cli.settings import Settings, json_option, progress, store_options
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
+@click.argument("source", metavar="SRC", shell_complete=paths_of)
+@click.argument("target", metavar="DST", shell_complete=paths_of)
 @click.option("-b", "--branch", metavar="NAME", default="HEAD", show_default=True, help="The branch to mirror.")
 @click.option("--last", metavar="N", type=click.IntRange(1), help="Copy only the newest N versions; records of all.")
 @click.option("--every", metavar="SECONDS", type=float, help="Go on, and look at SRC every so many seconds.")
@@ -35,6 +36,11 @@ def mirror(settings: Settings, source: str, target: str, branch: str, last: int 
     the branch in SRC is followed, and stands in DST's reflog; where DST has versions of its own on the branch, it is
     refused. S3 servers that differ are named in the URLs: s3://bucket/policy?endpoint_url=…&profile=…. With --every
     it ends at SIGTERM or Ctrl-C; it may be killed at any moment.
+
+    \b
+    Examples:
+      weightvc mirror s3://here/policy s3://there/policy --every 5
+      weightvc mirror policy 's3://there/policy?endpoint_url=https://s3.example.com'
     """
     from weightvc.mirroring import Mirror
 

@@ -75,6 +75,12 @@ def fsck(
 
     All that the root names has to be there, and to have the size that it should; with --read-data, its bytes have to
     be right as well. The exit status is 7 if something is missing or bad.
+
+    \b
+    Examples:
+      weightvc fsck
+      weightvc fsck --read-data=5%
+      weightvc fsck --read-data --repair --from weights
     """
     if sources and not repair:
         raise click.UsageError("--from is for --repair")

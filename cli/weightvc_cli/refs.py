@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from weightvc_cli import terminal
+from weightvc_cli.completion import branches_of, refs_of, tags_of
 from weightvc_cli.output import as_json, first_line
 from weightvc_cli.settings import Settings, json_option, repository_option
 from weightvc_cli.work import report_commit, report_version
@@ -14,10 +16,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", required=False)
-@click.argument("ref", required=False)
-@click.option("-d", "--delete", metavar="NAME", help="Delete a branch; its versions stay until they expire.")
+@click.argument("ref", required=False, shell_complete=refs_of)
+@click.option(
+    "-d",
+    "--delete",
+    metavar="NAME",
+    shell_complete=branches_of,
+    help="Delete a branch; its versions stay until they expire.",
+)
 @click.option("--restore", metavar="NAME", help="Make a deleted branch again, where it was (until it expires).")
-@click.option("--default", metavar="NAME", help="Let HEAD mean this branch.")
+@click.option("--default", metavar="NAME", shell_complete=branches_of, help="Let HEAD mean this branch.")
 @json_option
 @repository_option
 @click.pass_obj
@@ -32,6 +40,12 @@ def branch(
     """List or make branches.
 
     With NAME: make one at REF (HEAD unless given).
+
+    \b
+    Examples:
+      weightvc branch
+      weightvc branch trial main~3
+      weightvc branch -d trial
     """
     if sum(value is not None for value in (name, delete, restore, default)) > 1:
         raise click.UsageError("make, delete, restore, or set the default: one at a time")
@@ -53,13 +67,15 @@ def branch(
                 return
             width = max((len(key) for key, _ in heads), default=0)
             for key, ident in heads:
-                click.echo(f"{'*' if key == root.default else ' '} {key:<{width}} {ident[:12]}")
+                name = f"{key:<{width}}"
+                said = f"* {click.style(name, fg='green')}" if key == root.default else f"  {name}"
+                click.echo(f"{said} {terminal.ident(ident[:12])}")
 
 
 @click.command()
 @click.argument("name", required=False)
-@click.argument("ref", required=False)
-@click.option("-d", "--delete", metavar="NAME", help="Delete a tag; its version stays.")
+@click.argument("ref", required=False, shell_complete=refs_of)
+@click.option("-d", "--delete", metavar="NAME", shell_complete=tags_of, help="Delete a tag; its version stays.")
 @click.option("-f", "--force", is_flag=True, help="Move a tag, or give a deleted tag's name to another version.")
 @json_option
 @repository_option
@@ -68,6 +84,11 @@ def tag(settings: Settings, name: str | None, ref: str | None, delete: str | Non
     """List or make tags.
 
     With NAME: name the version REF (HEAD unless given).
+
+    \b
+    Examples:
+      weightvc tag v1 main~3
+      weightvc tag -d v1
     """
     if name is not None and delete is not None:
         raise click.UsageError("make or delete: one at a time")
@@ -83,7 +104,7 @@ def tag(settings: Settings, name: str | None, ref: str | None, delete: str | Non
                 return
             width = max((len(key) for key, _ in tags), default=0)
             for key, ident in tags:
-                click.echo(f"{key:<{width}} {ident[:12]}")
+                click.echo(f"{key:<{width}} {terminal.ident(ident[:12])}")
 
 
 def _gone(settings: Settings, what: str, name: str, ident: str) -> None:
@@ -94,8 +115,8 @@ def _gone(settings: Settings, what: str, name: str, ident: str) -> None:
 
 
 @click.command()
-@click.argument("branch")
-@click.argument("ref")
+@click.argument("branch", shell_complete=branches_of)
+@click.argument("ref", shell_complete=refs_of)
 @click.option("--rewind", is_flag=True, help="Allow it to leave newer versions behind.")
 @click.option("--expect", metavar="REF", help="Only if this is the branch's head.")
 @click.option("-m", "--message", default="", help="Why: the reflog keeps it.")
@@ -107,6 +128,11 @@ def reset(settings: Settings, branch: str, ref: str, rewind: bool, expect: str |
 
     There is no current branch: name it, then where to. No directory is touched; those that follow the branch see it
     move. `weightvc reflog BRANCH` has where it was.
+
+    \b
+    Examples:
+      weightvc reset main main~1 --rewind -m 'diverged'
+      weightvc reset main 'main@{1}'
     """
     with settings.open() as repository:
         made: Version = repository.reset(branch, ref, rewind=rewind, expect=expect, message=message)
@@ -114,8 +140,8 @@ def reset(settings: Settings, branch: str, ref: str, rewind: bool, expect: str |
 
 
 @click.command()
-@click.argument("ref")
-@click.option("-b", "--branch", default="HEAD", metavar="NAME", help="The branch (HEAD).")
+@click.argument("ref", shell_complete=refs_of)
+@click.option("-b", "--branch", default="HEAD", metavar="NAME", shell_complete=branches_of, help="The branch (HEAD).")
 @click.option("-m", "--message", help="The message; by default it says what was reverted to.")
 @json_option
 @repository_option
@@ -125,6 +151,11 @@ def revert(settings: Settings, ref: str, branch: str, message: str | None) -> No
 
     It has the weights and files of REF. So REF is the version to go back to, not, as in git, the one to undo:
     `weightvc revert main~1` undoes the newest.
+
+    \b
+    Examples:
+      weightvc revert main~1
+      weightvc revert v1 -b main -m 'back to v1'
     """
     import time
 

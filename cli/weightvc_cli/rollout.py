@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from weightvc_cli.completion import branches_of, paths_of
 from weightvc_cli.output import as_json, first_line, shown, size
 from weightvc_cli.settings import Settings, json_option, repository_option
 from weightvc_cli.signals import stopped_by
@@ -29,9 +30,14 @@ SECONDS: Final = ("resolve", "fetch", "decode", "verify", "apply", "stage", "act
 
 
 @click.command()
-@click.argument("branch", required=False, default="HEAD")
+@click.argument("branch", required=False, default="HEAD", shell_complete=branches_of)
 @click.option(
-    "--into", "target", metavar="DIR", required=True, help="Where to keep the versions: DIR/ID, DIR/current."
+    "--into",
+    "target",
+    metavar="DIR",
+    required=True,
+    shell_complete=paths_of,
+    help="Where to keep the versions: DIR/ID, DIR/current.",
 )
 @click.option("--on-update", "command", metavar="CMD", help="A shell command to run after every update.")
 @click.option("--engine", "engine_url", metavar="KIND=URL", help="A serving engine to move: sglang=URL or vllm=URL.")
@@ -70,6 +76,11 @@ def follow(
     fails, that is said, and it is run again with the next update, or at the next start; so it is where follow was
     killed before CMD had succeeded. An update that fails because of the store, or because somebody else moved the
     link meanwhile, is tried again, at growing intervals. Ends at SIGTERM or Ctrl-C, between two updates.
+
+    \b
+    Examples:
+      weightvc follow main --into slots --on-update 'kill -HUP 4711'
+      weightvc follow main --into slots --engine sglang=http://127.0.0.1:30000
     """
     from weightvc.client import Client, moves
     from weightvc.targets import Slots

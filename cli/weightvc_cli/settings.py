@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from weightvc.errors import BadFile, NotFound
+from weightvc_cli.completion import paths_of
 from weightvc_cli.output import as_json, shown, size
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Settings:
         self.cache_limit: int | None = None
         self.json = False
         self.stats = False
+        self.no_pager = False
         self.opened = ""
         """The repository that a command works on, once it is known."""
 
@@ -190,7 +192,7 @@ def _repository_of(marker: Path) -> str:
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """A callback that draws a bar on a terminal's standard error, for work that takes over a second; else None."""
-    if not sys.stderr.isatty() or not what:
+    if not sys.stderr.isatty() or not what or os.environ.get("TERM") == "dumb":
         yield None
         return
     began = time.monotonic()
@@ -269,8 +271,25 @@ def store_options(command: F) -> F:
 def repository_option(command: F) -> F:
     """Add store_options(), and which repository: -r."""
     return click.option(
-        "-r", "--repo", metavar="URL", callback=set_value, expose_value=False, help="Repository: a URL or a path."
+        "-r",
+        "--repo",
+        metavar="URL",
+        callback=set_value,
+        expose_value=False,
+        shell_complete=paths_of,
+        help="Repository: a URL or a path.",
     )(store_options(command))
+
+
+def pager_option(command: F) -> F:
+    """Add --no-pager, for what may be long."""
+    return click.option(
+        "--no-pager",
+        is_flag=True,
+        callback=set_value,
+        expose_value=False,
+        help="On a terminal too, print straight away.",
+    )(command)
 
 
 def json_option(command: F) -> F:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from weightvc_cli.completion import refs_of
 from weightvc_cli.metrics import Metrics, compacted, metrics_options
 from weightvc_cli.output import as_json, counted, shown, size, table
 from weightvc_cli.settings import Settings, json_option, repository_option
@@ -31,8 +32,8 @@ def _label(step: "Step") -> str:
 
 
 @click.command()
-@click.argument("old", metavar="FROM")
-@click.argument("new", metavar="TO")
+@click.argument("old", metavar="FROM", shell_complete=refs_of)
+@click.argument("new", metavar="TO", shell_complete=refs_of)
 @json_option
 @repository_option
 @click.pass_obj
@@ -41,6 +42,11 @@ def plan(settings: Settings, old: str, new: str) -> None:
 
     It is what a host that holds the version FROM (`nothing`: a new host) fetches to have TO: objects and bytes,
     beside the root and segments of the catalogue.
+
+    \b
+    Examples:
+      weightvc plan main~5 main
+      weightvc plan nothing main
     """
     with settings.open() as repository:
         made = repository.plan(None if old == NOTHING else old, new)
@@ -107,6 +113,11 @@ def compact(
     """Add long patches and bases, so that whoever is far behind has few to fetch.
 
     Versions stay as they are. It may run anywhere, beside writers, and again: it makes what is missing.
+
+    \b
+    Examples:
+      weightvc compact
+      weightvc compact --share 30 --save
     """
     with metrics.opened(settings) as (repository, run):
         done = repository.compact(share=share, base_every=base_every, reverse=reverse, save=save)

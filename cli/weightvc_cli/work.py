@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from weightvc_cli.completion import branches_of, paths_of, refs_of
 from weightvc_cli.output import as_json, changed, density, first_line, shown, weight
 from weightvc_cli.settings import (
     PLACE,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("url", required=False)
+@click.argument("url", required=False, shell_complete=paths_of)
 @click.option("-b", "--branch", default="main", metavar="NAME", help="The default branch (main).")
 @json_option
 @repository_option
@@ -38,6 +39,11 @@ def init(settings: Settings, url: str | None, branch: str) -> None:
     """Make a repository.
 
     It lies at URL, else where -r or WEIGHTVC_REPO say, else in ./.weightvc.
+
+    \b
+    Examples:
+      weightvc init s3://bucket/policy
+      weightvc init policy
     """
     import weightvc
 
@@ -74,9 +80,15 @@ def _no_constant(text: str) -> Any:
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", shell_complete=paths_of)
 @click.option("-m", "--message", default="", help="What the version is.")
-@click.option("-b", "--branch", metavar="NAME", help="The branch (that of a checked-out directory, else HEAD).")
+@click.option(
+    "-b",
+    "--branch",
+    metavar="NAME",
+    shell_complete=branches_of,
+    help="The branch (that of a checked-out directory, else HEAD).",
+)
 @click.option("--step", type=click.IntRange(min=0), help="Label: the step.")
 @click.option("--run", metavar="NAME", help="Label: the run.")
 @click.option(
@@ -132,6 +144,12 @@ def commit(
 
     With --rebase your weights replace those of the new head; the other's change is not merged, it stays in the
     history.
+
+    \b
+    Examples:
+      weightvc commit checkpoint-100 --step 100 -m "warmed up"
+      weightvc commit out/model.safetensors --dtype bf16 --meta reward=0.71
+      weightvc commit weights --rebase
     """
     if detach and (branch is not None or expect is not None or rebase):
         raise click.UsageError("--detach is on no branch: leave --branch, --expect and --rebase out")
@@ -275,8 +293,8 @@ def _checkout(settings: Settings, ref: str, target: str, force: bool, replace: b
 
 
 @click.command()
-@click.argument("ref")
-@click.argument("target", metavar="DIR")
+@click.argument("ref", shell_complete=refs_of)
+@click.argument("target", metavar="DIR", shell_complete=paths_of)
 @click.option(
     "-f",
     "--force",
@@ -294,13 +312,26 @@ def checkout(settings: Settings, ref: str, target: str, force: bool, lease: int 
     they were checked out are not overwritten, nor is a single file, unless --force says so.
 
     --lease is for a version that may be let go of before all of it is read.
+
+    \b
+    Examples:
+      weightvc checkout main weights
+      weightvc checkout 'main@{step=100}' old
+      weightvc checkout v1 v1.safetensors
     """
     _checkout(settings, ref, target, force, replace=False, lease=lease)
 
 
 @click.command()
-@click.argument("ref")
-@click.option("--into", "target", metavar="DIR", required=True, help="The checked-out directory.")
+@click.argument("ref", shell_complete=refs_of)
+@click.option(
+    "--into",
+    "target",
+    metavar="DIR",
+    required=True,
+    shell_complete=paths_of,
+    help="The checked-out directory.",
+)
 @click.option("-f", "--force", is_flag=True, help="Keep files that are not the version's beside it.")
 @_lease
 @json_option
@@ -313,12 +344,17 @@ def pull(settings: Settings, ref: str, target: str, force: bool, lease: int | No
     were checked out are put right.
 
     --lease is for a version that may be let go of before all of it is read.
+
+    \b
+    Examples:
+      weightvc pull main --into weights
+      weightvc pull main~3 --into weights --lease 1h
     """
     _checkout(settings, ref, target, force, replace=True, lease=lease)
 
 
 @click.command()
-@click.argument("target", metavar="[DIR]", required=False)
+@click.argument("target", metavar="[DIR]", required=False, shell_complete=paths_of)
 @json_option
 @repository_option
 @click.pass_obj
@@ -326,6 +362,10 @@ def status(settings: Settings, target: str | None) -> None:
     """Show which version a directory holds.
 
     DIR is the checkout around the working directory unless given.
+
+    \b
+    Examples:
+      weightvc status weights
     """
     target = target or checkout_here()
     _must_exist(target)
@@ -378,8 +418,8 @@ def _check_checkout(target: str) -> None:
 
 
 @click.command()
-@click.argument("target", metavar="[DIR]", required=False)
-@click.argument("ref", required=False)
+@click.argument("target", metavar="[DIR]", required=False, shell_complete=paths_of)
+@click.argument("ref", required=False, shell_complete=refs_of)
 @json_option
 @repository_option
 @click.pass_obj
@@ -387,6 +427,11 @@ def verify(settings: Settings, target: str | None, ref: str | None) -> None:
     """Compare a checkout with its version.
 
     Every byte is read. REF is another version to compare with. The exit status is 7 if they differ.
+
+    \b
+    Examples:
+      weightvc verify weights
+      weightvc verify weights main~1
     """
     from weightvc.errors import Corrupt
 

@@ -67,7 +67,7 @@ def test_versions_and_paths_mix(shell: Shell, history: dict[str, str]) -> None:
     assert shell.json("diff", "2.safetensors", "main")["changed"] == 2
     message = shell.fails(3, "diff", "main", "nothing")
     assert "no branch, tag or version" in message
-    assert message.endswith(", nor a path here")
+    assert message.startswith("no file or directory 'nothing' here; ")
 
 
 def test_dtype_casts_both(shell: Shell) -> None:

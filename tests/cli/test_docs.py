@@ -2,13 +2,16 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import click
 import pytest
 
 from weightvc import errors
-from weightvc_cli.main import COMMANDS, cli
+from weightvc_cli import habits
+from weightvc_cli.main import COMMANDS, SECTIONS, cli
+from weightvc_cli.settings import Settings
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 
@@ -99,3 +102,62 @@ def test_each_message_of_maintenance_is_in_the_table(module: str) -> None:
     assert found
     for said in found:
         assert any(one in said for one in PLAIN) or any(all(piece in said for piece in row) for row in table), said
+
+
+# The help
+
+EXAMPLE = re.compile(r"^ +(weightvc .*)$", re.M)
+
+
+def examples(text: str) -> list[list[str]]:
+    """The words of each example of a help text, as a shell has them, without the command and where output goes."""
+    block = text.partition("Examples:\n")[2].partition("\n\n")[0]
+    return [shlex.split(line)[1:] for line in EXAMPLE.findall(re.sub(r" >.*", "", block))]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_has_examples_that_can_be_typed(name: str) -> None:
+    context = click.Context(cli, obj=Settings())
+    command = cli.get_command(context, name)
+    assert command is not None
+    found = examples(command.get_help(click.Context(command, parent=context, info_name=name)))
+    assert found or name == "completion"
+    for first, *args in found:
+        assert first == name
+        command.make_context(name, args, parent=context)
+
+
+def test_the_first_help_has_examples_that_can_be_typed() -> None:
+    context = click.Context(cli, obj=Settings())
+    found = examples(cli.get_help(context))
+    assert len(found) > 3
+    for name, *args in found:
+        command = cli.get_command(context, name)
+        assert command is not None
+        command.make_context(name, args, parent=context)
+
+
+def test_every_command_stands_under_a_heading() -> None:
+    listed = [module for modules in SECTIONS.values() for module in modules]
+    assert sorted(listed) == sorted(set(COMMANDS.values()))
+
+
+# What git has
+
+ADVICE = [*habits.COMMANDS.values(), *habits.OPTIONS.values()]
+
+
+def test_habits_of_git_are_none_here_and_lead_to_what_is() -> None:
+    assert not set(habits.COMMANDS) & set(COMMANDS)
+    for name, option in habits.OPTIONS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        assert not any(option in one.opts for one in command.params), (name, option)
+    for said in ADVICE:
+        for line in re.findall(r"`weightvc ([^`]*)`", said):
+            if line == "--help":
+                continue
+            command = cli.get_command(click.Context(cli), line.split()[0])
+            assert command is not None, said
+            known = {one for option in command.params for one in option.opts}
+            assert set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", line)) <= known, said

@@ -72,6 +72,11 @@ def test_nobody_listens() -> None:
         open_store("http://127.0.0.1:9/x").get("k")
 
 
+def test_nobody_listens_where_it_is_connected_at_once() -> None:
+    with pytest.raises(Unavailable, match=r"ftp://127\.0\.0\.1 does not answer"):
+        open_store("ftp://me:secret@127.0.0.1:9/x")
+
+
 def test_listing_error_is_raised(tmp_path: Path) -> None:
     """fsspec's own find() would leave out the folder that cannot be listed."""
     store = RemoteStore(f"file://{tmp_path}", single_writer=True)

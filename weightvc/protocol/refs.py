@@ -83,7 +83,7 @@ class Refs:
         """The name of a branch that exists or once did; HEAD is the default one. Raises RefNotFound."""
         name = self._root.default if branch in ("HEAD", "@") else branch
         if name not in self._root.branches and next(self.moves(name), None) is None:
-            raise RefNotFound(f"there is no branch {name!r:.200}")
+            raise RefNotFound(f"there is no branch {name!r:.200}: see `weightvc branch`")
         return name
 
     def head(self, branch: str) -> str | None:
@@ -159,14 +159,17 @@ class Refs:
         if name == self._root.default:
             raise RefNotFound(f"the branch {name!r} has no version yet: make one with `weightvc commit`")
         branches = ", ".join(sorted(self._root.branches)[:10]) or "none"
-        raise RefNotFound(f"{expression!r:.200} is no branch, tag or version here (branches: {branches})")
+        raise RefNotFound(
+            f"{expression!r:.200} is no branch, tag or version here (branches: {branches}): see `weightvc log --all`"
+        )
 
     def _back(self, entry: Entry, count: int, expression: str) -> Entry:
         for back in range(count):
             assert entry.version is not None
             if not entry.version.parents:
                 raise RefNotFound(
-                    f"{expression!r:.200} goes back past the first version ({entry.version.short}, ~{back})"
+                    f"{expression!r:.200} goes back past the first version ({entry.version.short}, ~{back}): see "
+                    "`weightvc log`"
                 )
             entry = self.entry(entry.version.parents[0])
         return entry
@@ -174,10 +177,13 @@ class Refs:
     def _moves_ago(self, branch: str, count: int) -> Entry:
         values = [entry.new for entry in self.moves(branch)]
         if count >= len(values):
-            raise RefNotFound(f"the reflog of {branch!r} has {len(values)} entries: @{{{count}}} is past its end")
+            raise RefNotFound(
+                f"the reflog of {branch!r} has {len(values)} entries, @{{{count}}} is past its end: see "
+                f"`weightvc reflog {branch}`"
+            )
         ident = values[count]
         if ident is None:
-            raise RefNotFound(f"{branch!r} did not exist at @{{{count}}}")
+            raise RefNotFound(f"{branch!r} did not exist at @{{{count}}}: see `weightvc reflog {branch}`")
         return self.entry(ident)
 
     def _labelled(self, entry: Entry, text: str, expression: str) -> Entry:
@@ -192,7 +198,9 @@ class Refs:
             has = {"step": candidate.version.step, "run": candidate.version.run}
             if all(has[name] is not None and str(has[name]) == value for name, value in wanted.items()):
                 return candidate
-        raise RefNotFound(f"{expression!r:.200}: no version in that history is labelled {text:.100}")
+        raise RefNotFound(
+            f"{expression!r:.200}: no version in that history is labelled {text:.100}: see `weightvc log`"
+        )
 
     def history(self, entry: Entry) -> Iterator[Entry]:
         """`entry` and its first parents."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 
@@ -51,6 +52,11 @@ class RemoteStore:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except (ValueError, ImportError) as error:
             raise BadName(f"no store for the URL scheme {url.partition('://')[0]!r}: {error}") from error
+        except OSError as error:  # some connect at once
+            parts = urlsplit(url)
+            raise Unavailable(
+                f"{parts.scheme}://{parts.hostname or ''} does not answer ({error}): check the URL, then try again"
+            ) from error
         self._root: str = root.rstrip("/")
         self.url = str(self._fs.unstrip_protocol(root))  # without the credentials that a URL may hold
         self._lock = threading.Lock()
