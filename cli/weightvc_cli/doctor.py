@@ -32,6 +32,11 @@ def doctor(settings: Settings, url: str | None, read_only: bool, size: int) -> N
 
     Looks at the store (rights, clock, conditional writes, speed, what the bucket's owner has set), at the
     repository in it, and at this host. Whatever it writes for a try it deletes again.
+
+    \b
+    Examples:
+      weightvc doctor s3://bucket/policy
+      weightvc doctor --read-only --json
     """
     if url == "":
         raise click.UsageError("the URL is empty")

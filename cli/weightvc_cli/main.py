@@ -51,7 +51,7 @@ SECTIONS: Final = {
     "Weights in and out": ("work", "rollout"),
     "Look": ("history", "compare"),
     "Move branches and tags": ("refs",),
-    "Keep in order": ("ways", "maintenance", "recovery"),
+    "Keep in order": ("ways", "maintenance", "recovery", "doctor"),
     "Other places": ("mirror", "exchange"),
     "Your shell": ("completion",),
 }

@@ -77,6 +77,7 @@ def told(shell: Shell) -> dict[str, list[Any]]:
     run("expire", "expire", "--keep-last", "1", "--dry-run")
     run("gc", "gc", "--dry-run")
     run("maintain", "maintain")
+    run("doctor", "doctor", "--read-only")
     (shell.cwd / ".weightvc" / "root").unlink()
     run("fsck", "fsck", "--rebuild-root")
     for manifest in (shell.cwd / ".weightvc" / "manifest").iterdir():
