@@ -67,13 +67,20 @@ class Publisher:
 
         At most `queue` commits wait beside the one that is being made. If there are as many, "wait" waits, "skip"
         cancels the oldest of them, and "raise" raises QueueFull; nothing is taken before there is room. `label` names
-        the commit in what is told of it. Raises NotPublished, and takes nothing, if commits before it have failed.
+        the commit in what is told of it. Raises NotPublished, and takes nothing, if commits before it have failed;
+        Refused once the main thread has ended: Python gives no work to thread pools then.
         """
         if type(queue) is not int or queue < 1:
             raise Refused(f"queue={queue!r:.100}: give how many commits may wait, 1 at least")
         if when_full not in ("wait", "skip", "raise"):
             raise Refused(f'when_full={when_full!r:.100}: give "wait", "skip" or "raise"')
         with self._submitting:
+            # The process waits for what began before, and for what a future calls.
+            if _ended and not self._is_here():
+                raise Refused(
+                    f"{label} is not published: the main thread has ended, and the process ends with it: let the "
+                    "script wait for this thread, by join()"
+                )
             with self._changed:
                 self._tell()
                 while len(self._waiting) >= queue:
@@ -145,8 +152,9 @@ class Publisher:
             finally:
                 job.source.close()
         except BaseException as error:  # whatever it is, the trainer has to hear of it
-            self._failures.append((job.label, error))
-            _untold.add(self)
+            with self._changed:
+                self._failures.append((job.label, error))
+                _untold.add(self)
             if begun:
                 job.future.set_exception(error)
         else:
@@ -156,6 +164,8 @@ class Publisher:
     def _at_exit(self) -> None:
         """Publish what is queued; say what was not."""
         try:
+            with self._submitting:  # what is being copied is queued then
+                pass
             self.flush()
         except NotPublished as error:
             _log.error("%s", error)
@@ -170,7 +180,13 @@ _untold: Final[set[Publisher]] = set()
 """Those that have failures to tell, and so may not be forgotten."""
 
 
+_ended = False
+"""Whether the main thread has ended."""
+
+
 def _at_exit() -> None:
+    global _ended
+    _ended = True
     for publisher in list(_all):
         publisher._at_exit()
 
@@ -184,6 +200,9 @@ def _in_child() -> None:
 
 # Thread pools take no work any more once concurrent.futures has been told of the exit. Who registers last is told
 # first; before atexit's functions run that has no public name.
-importlib.import_module("concurrent.futures.thread")
-getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+try:
+    importlib.import_module("concurrent.futures.thread")
+    getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+except RuntimeError:  # it was told already
+    _ended = True
 os.register_at_fork(after_in_child=_in_child)

@@ -123,8 +123,8 @@ class Publishing(History):
                     out.add(name, tensor)
 
         At the end of the block they are committed, as commit() does it, and `out.version` is the version. If the
-        block ends in an error, nothing is published. Tensors may come in any order; a name that comes twice is
-        refused. Arguments are those of commit().
+        block ends in an error, or an add() has raised one, nothing is published. Tensors may come in any order; a
+        name that comes twice is refused. Arguments are those of commit().
 
         With `ranks` (as of commit_sharded()), all ranks have such a block, and add different tensors, or different
         parts of them; at the end, where all have to come, it is committed as commit_sharded() does it, and a tensor

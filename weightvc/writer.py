@@ -5,7 +5,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from weightvc.errors import BadTensor, Refused, StoreError
 from weightvc.objects import dtypes
@@ -42,9 +42,11 @@ class Writer:
         self._commit = commit
         self._dtype = dtype
         self._apart = apart
-        self._kept: dict[tuple[str, str, Box], tuple[TensorInfo, Reader | None]] = {}
+        self._kept: dict[tuple[str, str, Box], tuple[TensorInfo, Reader]] = {}
+        # What add() was called for, and has not kept: it failed, or is not done yet.
+        self._missing: list[str] = []
         self._spool = Spool(directory)
-        self._over = False
+        self._state: Literal["new", "open", "over"] = "new"
         self._lock = threading.Lock()
 
     def add(
@@ -60,24 +62,30 @@ class Writer:
 
         With ranks, it may be a part of a tensor: of the one of this `shape`, from the element `at` on, in each
         dimension. Raises BadTensor for what cannot be kept, and for a name (or a part) that was added before; Refused
-        once the block is over; StoreError where there is no space.
+        outside of the block; StoreError where there is no space. Once it has raised, nothing is published.
         """
+        what = f"tensor {name!r:.200}" + (f" of component {component!r:.200}" if component else "")
+        with self._lock:
+            self._missing.append(what)
+            if self._state != "open":
+                when = "after the end" if self._state == "over" else "outside"
+                raise Refused(
+                    f"{what} was added {when} of its `with` block: nothing is kept of it: "
+                    "add it in the block, at the end of which all is published"
+                )
         opened = open_tensors({component: {name: tensor}} if component else {name: tensor}, f"add({name!r:.200})")
         source = opened if self._dtype is None else cast(opened, self._dtype)
         (part,) = source.tensors
         info, box = self._placed(part, shape, at)
-        with self._lock:
-            if self._over:
-                raise Refused(f"tensor {shown(name)} was added after the end of its block: nothing is kept of it")
-            if (component, name, box) in self._kept:
-                where = f" of component {component!r}" if component else ""
-                raise BadTensor(f"tensor {shown(name)}{where} was added twice: add each once")
-            self._kept[component, name, box] = info, None
         try:
             reader = self._spool.keep(source.read(0, 0, part.nbytes))
         except OSError as error:
-            raise StoreError(f"tensor {shown(name)} could not be kept: {error}: make space, or set TMPDIR") from error
-        self._kept[component, name, box] = info, reader
+            raise StoreError(f"{what} could not be kept: {error}: make space, or set TMPDIR") from error
+        with self._lock:
+            if (component, name, box) in self._kept:
+                raise BadTensor(f"{what} was added twice: add each once")
+            self._kept[component, name, box] = info, reader
+            self._missing.remove(what)
 
     def _placed(
         self, part: TensorInfo, shape: Sequence[int] | None, at: Sequence[int] | None
@@ -98,11 +106,14 @@ class Writer:
         return part._replace(shape=whole, nbytes=dtypes.nbytes(part.dtype, whole)), box
 
     def __enter__(self) -> "Writer":
+        if self._state != "new":
+            raise Refused("a writer makes one version: ask for another one for the next")
+        self._state = "open"
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         with self._lock:
-            self._over = True
+            self._state = "over"
         try:
             if error is None:
                 self.version = self._commit(self._added)
@@ -117,18 +128,15 @@ class Writer:
         raise error
 
     def _added(self) -> "Added":
+        with self._lock:
+            if self._missing:
+                missing = ", ".join(self._missing[:10])
+                raise Refused(f"{missing} was not added, so nothing is published: see the error that add() raised")
         if not self._kept and not self._apart:
             raise Refused("nothing was added: a version without tensors is made by commit({})")
         check_components({component: None for component, _, _ in self._kept}, "the writer")
-        offered: list[Offered] = []
-        readers: list[Reader] = []
-        for name in sorted(self._kept):
-            info, reader = self._kept[name]
-            if reader is None:
-                raise Refused(f"tensor {shown(info.name)} was not added whole: see the error that add() raised")
-            offered.append(Offered(info, name[2]))
-            readers.append(reader)
-        return Added(offered, readers)
+        ordered = [(self._kept[name], name[2]) for name in sorted(self._kept)]
+        return Added([Offered(info, box) for (info, _), box in ordered], [reader for (_, reader), _ in ordered])
 
 
 class Added:

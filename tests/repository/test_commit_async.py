@@ -211,6 +211,35 @@ def test_all_that_failed_are_named_once(repository, gate):
     repository.flush()
 
 
+def test_a_failure_that_comes_while_others_are_told_is_told_too(repository, gate):
+    told: list[str] = []
+
+    def tell(call: Any) -> None:
+        try:
+            call()
+        except NotPublished as error:
+            told.extend(label for label, _ in error.failures)
+
+    class Failures(list[Any]):
+        def append(self, failure: Any) -> None:
+            if self:
+                teller.start()
+                teller.join(0.3)
+            super().append(failure)
+
+    teller = threading.Thread(target=tell, args=(lambda: step(repository, 2),))
+    gate.shut()
+    gate.error = Unavailable("no network")
+    step(repository, 0)
+    second = step(repository, 1)
+    repository._behind[0]._failures = Failures()
+    gate.open.set()
+    second.exception(60)
+    teller.join(60)
+    tell(repository.flush)
+    assert told == ["step 0", "step 1"]
+
+
 def test_somebody_else_moved_the_branch(repository, memory_url):
     step(repository, 0).result(60)
     weightvc.open(memory_url, cache=None).commit({"w": torch.ones(2)}, step=7)
@@ -428,9 +457,14 @@ def test_a_block_that_ends_in_an_error_publishes_and_raises_that_error(repositor
     assert "step 1 was not published: no network" in caplog.text
 
 
+HEAD = """
+import sys, threading, time, torch, weightvc
+repository = weightvc.open(sys.argv[1], cache=None)
+"""
+
+
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    head = "import sys, torch, weightvc\nrepository = weightvc.open(sys.argv[1], cache=None)\n"
-    command = [sys.executable, "-c", head + textwrap.dedent(script), *arguments]
+    command = [sys.executable, "-c", HEAD + textwrap.dedent(script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -477,9 +511,72 @@ def test_a_process_that_ends_says_what_was_not_published(tmp_path):
     assert done.stderr == "step 1 was not published: no network\n"
 
 
-def test_a_failure_is_told_though_the_repository_is_forgotten(tmp_path, caplog):
+ENDED = """
+def work():
+    while threading.main_thread().is_alive():
+        time.sleep(0.05)
+    try:
+        repository.commit_async({"w": torch.zeros(10_000_000)}, step=1)
+    except weightvc.Refused as error:
+        print(error)
+threading.Thread(target=work).start()
+"""
+
+
+@pytest.mark.parametrize("before", ["", 'repository.commit_async({"w": torch.ones(3)}, step=0).result(60)'])
+def test_once_the_main_thread_has_ended_it_is_refused(tmp_path, before):
+    url = str(tmp_path / "repository")
+    weightvc.init(url, cache=None)
+    done = run(f"{before}\n{ENDED}", url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 1 is not published" in done.stdout
+    assert "join()" in done.stdout
+    repository = weightvc.open(url, cache=None)
+    assert (steps(repository) if repository.branches() else []) == ([0] if before else [])
+
+
+def test_what_had_begun_when_the_main_thread_ended_is_published(tmp_path):
+    url = str(tmp_path / "repository")
+    weightvc.init(url, cache=None)
+    done = run(
+        """
+        begun = threading.Event()
+        def serve(tensors):
+            begun.set()
+            time.sleep(1)  # the main thread ends
+            return tensors
+        def work():
+            transform = weightvc.Transform("late", "1", serve)
+            repository.commit_async({"w": torch.zeros(10_000_000)}, step=1, transform=transform)
+        threading.Thread(target=work).start()
+        begun.wait()
+        """,
+        url,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert steps(weightvc.open(url, cache=None)) == [1]
+
+
+def test_what_a_future_calls_may_commit_when_the_main_thread_has_ended(tmp_path):
+    url = str(tmp_path / "repository")
+    weightvc.init(url, cache=None)
+    done = run(
+        """
+        put = repository.store.put
+        repository.store.put = lambda *arguments: (time.sleep(0.5), put(*arguments))[1]
+        future = repository.commit_async({"w": torch.zeros(10_000_000)}, step=1)
+        future.add_done_callback(lambda _: repository.commit_async({"w": torch.ones(3)}, branch="next"))
+        """,
+        url,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert {*weightvc.open(url, cache=None).branches()} == {"main", "next"}
+
+
+def test_a_failure_is_told_though_the_repository_is_forgotten(tmp_path, caplog, monkeypatch):
     from weightvc import publisher
 
+    monkeypatch.setattr(publisher, "_ended", False)
     repository = weightvc.init(tmp_path / "repository", cache=None)
     Gate(repository).error = Unavailable("no network")
     step(repository, 5).exception(60)

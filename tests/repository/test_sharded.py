@@ -522,11 +522,16 @@ def test_parts_are_for_ranks(url):
     from weightvc.ranks import Alone
 
     repository = Rank(url).repository
+
+    def export(shape: Any, at: Any, **more: Any) -> None:
+        with repository.writer(**more) as out:
+            out.add("w", torch.ones(2), shape=shape, at=at)
+
     with pytest.raises(Refused, match="ranks="):
-        repository.writer().add("w", torch.ones(2), shape=(4,), at=(0,))
+        export((4,), (0,))
     for shape, at in (((4,), (0, 0)), ((4,), None), (None, (0,)), ((4, 4), (0, 0)), ((4,), (-1,))):
         with pytest.raises(BadTensor):
-            repository.writer(ranks=Alone()).add("w", torch.ones(2), shape=shape, at=at)
+            export(shape, at, ranks=Alone())
     with pytest.raises(Refused, match="on_conflict"):
         repository.writer(ranks=Alone(), on_conflict="rebase")
     with repository.writer(ranks=Alone()) as out:

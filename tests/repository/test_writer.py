@@ -93,19 +93,47 @@ def test_a_name_that_comes_twice_ends_it_and_nothing_is_published(repository):
 )
 def test_what_cannot_be_kept_is_refused_when_it_comes(repository, name, tensor, component, error, says):
     out = repository.writer()
-    with pytest.raises(error, match=says):
-        out.add(name, tensor, component)
-    with pytest.raises(ZeroDivisionError), out:
-        raise ZeroDivisionError
+
+    def export() -> None:
+        with out:
+            out.add("kept", torch.ones(2))
+            with pytest.raises(error, match=says):
+                out.add(name, tensor, component)
+
+    # Whoever passes over that does not publish what lacks it.
+    with pytest.raises(Refused, match=f"{name!r}.* was not added"):
+        export()
+    assert out.version is None
+    assert repository.branches() == {}
+
+
+def test_a_name_that_came_twice_is_not_passed_over(repository):
+    def export() -> None:
+        with repository.writer() as out:
+            out.add("w", torch.ones(2))
+            with pytest.raises(BadTensor, match="added twice"):
+                out.add("w", torch.zeros(2))
+
+    with pytest.raises(Refused, match="'w' was not added"):
+        export()
+    assert repository.branches() == {}
+
+
+def test_what_is_added_outside_of_the_block_is_refused(repository):
+    out = repository.writer("main")
+    with pytest.raises(Refused, match="'a' was added outside of its `with` block"):
+        out.add("a", torch.ones(2))
+    with pytest.raises(Refused, match="'a' was not added"), out:
+        out.add("b", torch.ones(2))
+    with pytest.raises(Refused, match="one version"), out:
+        pass
     assert repository.branches() == {}
 
 
 def test_components_that_cannot_be_folders_together(repository):
-    out = repository.writer()
-    out.add("w", torch.ones(2), component="Draft")
-    out.add("w", torch.ones(2), component="draft")
-    with pytest.raises(BadName, match="component"), out:
-        pass
+    with pytest.raises(BadName, match="component"), repository.writer() as out:  # noqa: PT012
+        out.add("w", torch.ones(2), component="Draft")
+        out.add("w", torch.ones(2), component="draft")
     assert repository.branches() == {}
 
 
@@ -132,11 +160,9 @@ def test_who_is_fenced_off_hears_of_it_at_once(repository, memory_url):
 
 def test_the_branch_moved_meanwhile(repository, memory_url):
     repository.commit(tensors(0))
-    out = repository.writer(step=1)
-    out.add("w", torch.ones(2))
-    other = weightvc.open(memory_url, cache=None).commit(tensors(1))
-    with pytest.raises(BranchMoved), out:
-        pass
+    with pytest.raises(BranchMoved), repository.writer(step=1) as out:  # noqa: PT012
+        out.add("w", torch.ones(2))
+        other = weightvc.open(memory_url, cache=None).commit(tensors(1))
     assert (out.version, repository.resolve()) == (None, other)
     with repository.writer(step=1, on_conflict="rebase") as out:
         out.add("w", torch.ones(2))
@@ -157,15 +183,12 @@ def test_no_space(memory_url, tmp_path, monkeypatch):
     def full(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    out = repository.writer()
-    out.add("a", torch.ones(2))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        with pytest.raises(StoreError, match="'b' could not be kept"):
-            out.add("b", torch.ones(2))
-    # Whoever passes over that does not publish half of it.
-    with pytest.raises(Refused, match="'b' was not added whole"), out:
-        pass
+    with pytest.raises(Refused, match="'b' was not added"), repository.writer() as out:  # noqa: PT012
+        out.add("a", torch.ones(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(StoreError, match="'b' could not be kept"):
+                out.add("b", torch.ones(2))
     assert repository.branches() == {}
     assert [path for path in Path(tmp_path, "cache").rglob("*") if path.is_file()] == []
 
