@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.version import Version
 from weightvc.protocol import parallel
 from weightvc.protocol.checkout import local_errors, read_marker, sync_directory
+from weightvc.protocol.files import File
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.stored import VersionSource, parts
 from weightvc.protocol.workspace import Workspace, clear
@@ -58,6 +59,8 @@ class Exported:
     number: int
     path: Path
     full: bool
+    why: str | None
+    """Why it was written whole; None for a delta."""
     tensors: int
     """Tensors in it: those that changed, or all."""
     nbytes: int
@@ -102,6 +105,7 @@ class Export:
         self._checksum = checksum
         self._full_every = full_every
         self._last = last
+        self._told: set[str] = set()
 
     def run(self, stop: threading.Event | None = None) -> Iterator[Exported]:
         """Write the versions that are not there yet, the oldest first, each by one rename. Ends early at `stop`.
@@ -189,27 +193,50 @@ class Export:
     def _write(self, refs: Refs, before: Entry | None, entry: Entry) -> Exported:
         """Write a version; `before` is the one that engines have, if there is one."""
         path = self.directory / slime.directory(_number(entry))
-        shelf = self.repository._shelf
         with contextlib.ExitStack() as stack:
-            new = stack.enter_context(VersionSource(shelf, refs, entry, whole=True))
+            new = stack.enter_context(self._opened(refs, entry))
             self._check(new, entry)
-            old = None
-            if before is not None and not before.gone and self._follows(before, entry):
-                old = stack.enter_context(VersionSource(shelf, refs, before, whole=True))
-                # Engines patch the files that they have: what is in them beside the tensors has to be the same.
-                if old.tensors != new.tensors or version_of(before).layout != version_of(entry).layout:
-                    old = None
-            if old is not None:
-                return self._write_delta(path, entry, old, new)
+            why = self._due(before, entry)
+            if before is not None and why is None:
+                why = "the version before it is not there any more"
+                if not before.gone and _follows(before, entry):
+                    old = stack.enter_context(self._opened(refs, before))
+                    why = self._changed(old, new)
+                    if why is None:
+                        return self._write_delta(path, entry, old, new)
+                self._tell(path, why)
         version = self.repository.checkout(version_of(entry), path)
         sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-        return Exported(version, _number(entry), path, True, len(new.tensors), sum(sizes))
+        return Exported(version, _number(entry), path, True, why, len(new.tensors), sum(sizes))
 
-    def _follows(self, before: Entry, entry: Entry) -> bool:
-        number = _number(entry)
-        if self._full_every is not None and number % self._full_every == 0:
-            return False
-        return version_of(entry).parents[:1] == (before.new,) and number == _number(before) + 1
+    def _opened(self, refs: Refs, entry: Entry) -> VersionSource:
+        return VersionSource(self.repository._shelf, refs, entry, whole=True)
+
+    def _due(self, before: Entry | None, entry: Entry) -> str | None:
+        """Why a version is to be whole, whatever changed."""
+        if before is None:
+            return "it is the first one here"
+        if self._full_every is not None and _number(entry) % self._full_every == 0:
+            return f"full_every is {self._full_every}"
+        return None
+
+    def _changed(self, old: VersionSource, new: VersionSource) -> str | None:
+        """What a delta cannot say of two versions, the first thing; None if it can say all."""
+        if old.tensors != new.tensors:
+            return _other_tensor(old.tensors, new.tensors)
+        if old.manifest.version.layout == new.manifest.version.layout:
+            return None
+        from weightvc import worktree
+
+        # Engines patch the files that they have: what is in them beside the tensors has to be the same.
+        was, now = (worktree.plan(self.repository._shelf, source) for source in (old, new))
+        return _other_file(was, now)
+
+    def _tell(self, path: Path, why: str) -> None:
+        """Say why a version is whole that might have been a delta: once a reason."""
+        if why not in self._told:
+            self._told.add(why)
+            _log.warning("%s is written whole, as others may be for the same reason: %s", path.name, why)
 
     def _check(self, source: VersionSource, entry: Entry) -> None:
         """Raise Refused for a version that engines would not read as it is."""
@@ -253,7 +280,7 @@ class Export:
                 os.rename(work.new, path)
                 sync_directory(self.directory)
         count = sum(map(len, files.values()))
-        return Exported(version_of(entry), index.version, path, False, count, nbytes)
+        return Exported(version_of(entry), index.version, path, False, None, count, nbytes)
 
     def _deltas(self, place: Path, old: VersionSource, new: VersionSource) -> dict[str, frozenset[str]]:
         """Write what changed as shards; the tensors of each."""
@@ -353,6 +380,42 @@ class _Shards:
 def _number(entry: Entry) -> int:
     """A version's number in the layout: 0 is what an engine was started from."""
     return version_of(entry).generation + 1
+
+
+def _follows(before: Entry, entry: Entry) -> bool:
+    return version_of(entry).parents[:1] == (before.new,) and _number(entry) == _number(before) + 1
+
+
+def _other_tensor(old: Sequence[TensorInfo], new: Sequence[TensorInfo]) -> str | None:
+    """The first tensor by name that is not in both with one dtype and shape."""
+    was, now = ({(tensor.component, tensor.name): tensor for tensor in side} for side in (old, new))
+    for key in sorted(was.keys() | now.keys()):
+        one, other = was.get(key), now.get(key)
+        what = f"the tensor {shown(key[1])}"
+        if one is None or other is None:
+            return f"{what} is {'new' if one is None else 'gone'}"
+        if one.dtype != other.dtype:
+            return f"the dtype of {what} changed"
+        if one.shape != other.shape:
+            return f"the shape of {what} changed"
+    return None
+
+
+def _other_file(old: Sequence[File], new: Sequence[File]) -> str | None:
+    """The first file by path that is not in both with the same bytes, beside those of tensors."""
+    was, now = ({file.path: file for file in side} for side in (old, new))
+    for path in sorted(was.keys() | now.keys()):
+        one, other = was.get(path), now.get(path)
+        if one == other:
+            continue
+        happened = "is new" if one is None else "is gone" if other is None else "changed"
+        if not any(file is not None and file.places for file in (one, other)):
+            return (
+                f"the side file {path!r} {happened}, which a delta cannot say: leave it out (--exclude) if engines "
+                "can do without it"
+            )
+        return f"the {'header of' if one and other else 'weights file'} {path!r} {happened}"
+    return None
 
 
 def _made_of(path: Path) -> str | None:

@@ -183,6 +183,7 @@ def _exported(settings: Settings, done: "Exported") -> None:
             "id": version.id,
             "step": version.step,
             "full": done.full,
+            "why": done.why,
             "tensors": done.tensors,
             "bytes": done.nbytes,
         }

@@ -57,7 +57,7 @@ def test_from_a_trainer_to_an_engine_and_back(home: Shell, line: list[Plain]) ->
         "step": 40,
         "full": False,
     }
-    assert done["path"] == "served/weight_v000005"
+    assert (done["path"], done["why"]) == ("served/weight_v000005", None)
     assert home.out("export", "main", "served") == "nothing to export: all of it is there\n"
     engine = Engine(home.cwd / "local")
     for number in (2, 5):
@@ -85,6 +85,20 @@ def test_each_way_of_encoding(shell: Shell, line: list[Plain]) -> None:
     assert not (shell.cwd / "served" / "weight_v000003" / INDEX).exists()
     assert "is not one of" in shell.fails(2, "export", "main", "served", "--encoding", "zip")
     assert "is not 'slime'" in shell.fails(2, "export", "main", "served", "--format", "arc")
+
+
+def test_why_one_is_written_whole_is_noted(shell: Shell, line: list[Plain]) -> None:
+    shell.run("init")
+    for i, weights in enumerate(line[:3]):
+        (checkpoint(shell.cwd / "in" / f"{i}", weights) / "trainer_state.json").write_text(f"{i}")
+    shell.run("import", "in")
+    done = shell.run("export", "main", "served", "--json")
+    whys = [json.loads(row)["why"] for row in done.stdout.splitlines()]
+    assert whys[0] == "it is the first one here"
+    assert whys[1] == whys[2]
+    assert whys[1].startswith("the side file 'trainer_state.json' changed")
+    (note,) = done.stderr.splitlines()
+    assert json.loads(note)["note"].endswith(whys[1])
 
 
 def test_what_is_refused_is_said_on_one_line(shell: Shell, line: list[Plain]) -> None:

@@ -70,12 +70,65 @@ def test_what_a_delta_cannot_say_is_written_whole(repository: Repository, line: 
         repository.commit(path, step=10 * i)
     done = all_of(repository, tmp_path / "out", full_every=3)
     assert [one.number for one in done if one.full] == [1, 3, 6, 7]
+    assert [one.why for one in done if one.full] == [
+        "it is the first one here",
+        "full_every is 3",
+        "full_every is 3",
+        "the side file 'config.json' changed, which a delta cannot say: leave it out (--exclude) if engines can do "
+        "without it",
+    ]
+    assert all(one.why is None for one in done if not one.full)
     # Nothing changed in the last one: a delta of no tensors.
     assert done[-1].tensors == 0
     engine = Engine(tmp_path / "local")
     for number in (2, 4, 8):
         engine.pull(tmp_path / "out", number)
     assert files_below(engine.local) == files_below(tmp_path / "trained" / "7")
+
+
+def test_why_one_is_written_whole_is_told_once_a_reason(
+    fresh: Callable[[str], Repository], line: list[Plain], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    repository = fresh("told")
+
+    def commit(weights: Plain, *, shards: int = 1, step: int, **files: str) -> None:
+        path = checkpoint(tmp_path / "trained" / f"{step}", weights, shards=shards)
+        for name, text in files.items():
+            (path / name).write_text(text)
+        repository.commit(path, step=step)
+
+    commit(line[0], step=0, log="0")
+    for step in (1, 2, 3):
+        commit(line[step], step=step, log=f"{step}")
+    commit(line[3], step=4)
+    commit(line[3], step=5, shards=2)
+    reshaped = {**line[3], "head": ("BF16", [300, 2], line[3]["head"][2])}
+    commit(reshaped, step=6, shards=2)
+    retyped = {**reshaped, "head": ("F16", [300, 2], line[3]["head"][2])}
+    commit(retyped, step=7, shards=2)
+    renamed = {"tail" if name == "head" else name: tensor for name, tensor in retyped.items()}
+    commit(renamed, step=8)
+    commit(dict(reversed(renamed.items())), step=9)
+    commit(dict(reversed(renamed.items())), step=10)
+    done = all_of(repository, tmp_path / "out")
+    side = "which a delta cannot say: leave it out (--exclude) if engines can do without it"
+    whys = [
+        "it is the first one here",
+        *[f"the side file 'log' changed, {side}"] * 3,
+        f"the side file 'log' is gone, {side}",
+        "the weights file 'model-00001-of-00002.safetensors' is new",
+        "the shape of the tensor 'head' changed",
+        "the dtype of the tensor 'head' changed",
+        "the tensor 'head' is gone",
+        "the header of 'model.safetensors' changed",
+        None,
+    ]
+    assert [one.why for one in done] == whys
+    assert [one.full for one in done] == [why is not None for why in whys]
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == f"weight_v000002 is written whole, as others may be for the same reason: {whys[1]}"
+    # Once a reason, and nothing of what was asked for.
+    assert [text.split(": ", 1)[1] for text in told] == list(dict.fromkeys(filter(None, whys[1:])))
 
 
 def test_it_goes_on_behind_the_newest_and_older_ones_may_go(repository: Repository, tmp_path: Path) -> None:
@@ -90,11 +143,18 @@ def test_it_goes_on_behind_the_newest_and_older_ones_may_go(repository: Reposito
     assert [(one.number, one.full) for one in done] == [(4, True), (5, False)]
 
 
-def test_versions_that_expired_are_passed_over(repository: Repository, line: list[Plain], tmp_path: Path) -> None:
+def test_versions_that_expired_are_passed_over(
+    repository: Repository, line: list[Plain], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    all_of(repository, tmp_path / "early", "main~4")
     gone = repository.resolve("main~2")
     repository.expire(weightvc.Policy({"*": weightvc.Rules(last=2)}), force=True)
     done = all_of(repository, tmp_path / "out")
     assert [(one.number, one.full) for one in done] == [(4, True), (5, False)]
+    assert caplog.records == []
+    done = all_of(repository, tmp_path / "early")
+    assert [(one.number, one.why) for one in done] == [(4, "the version before it is not there any more"), (5, None)]
+    assert "weight_v000004 is written whole" in caplog.records[0].getMessage()
     engine = Engine(tmp_path / "local")
     engine.pull(tmp_path / "out", 5)
     assert read(engine.local) == line[-1]
