@@ -81,7 +81,7 @@ def main() -> None:
             child.start()
             while not here.poll(600) or here.recv()[0] != 1:
                 pass
-        before, most = memory(), 0
+        most = {"without": 0, "with": 0}
         number, seconds = 2, {"without": [], "with": []}  # type: dict[str, list[tuple[float, float]]]
         calls.clear()
         published: list[int] = []
@@ -91,7 +91,7 @@ def main() -> None:
                     seconds[kind].append(step(number, repository if kind == "with" else None))
                     published += [number] if kind == "with" else []
                     number += 1
-                    most = max(most, memory())
+                    most[kind] = max(most[kind], memory())
                 repository.flush()
                 if given.follower and kind == "with":
                     time.sleep(2)
@@ -115,7 +115,7 @@ def main() -> None:
         "ratio of these medians": medians["with"][1] / medians["without"][1],
         "seconds of a call, median": statistics.median(calls),
         "seconds of a call, most": max(calls),
-        "copies of what is served, in memory": max(0, most - before) / served,
+        "copies of what is served, in memory": (most["with"] - most["without"]) / served,
         "bytes of a patch": statistics.median(patches),
         "versions": len(published),
         "seconds from step to verified elsewhere, median": statistics.median(ages) if ages else None,
