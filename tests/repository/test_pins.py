@@ -12,11 +12,37 @@ import weightvc
 from tests.kit.faults import deny_what_is_missing
 from tests.kit.garbage import HOUR, START, Clock, dead, forget, gc, names, orphan, read_all, shelf, step
 from tests.kit.schedule import mutated
+from tests.kit.stub import Status
 from tests.kit.weights import Bits, contents, held, tiny_format
-from weightvc.errors import Corrupt, Expired, Refused, Unavailable, WeightvcError
+from weightvc.errors import AccessDenied, Corrupt, Expired, Refused, Unavailable, WeightvcError
 from weightvc.objects import key
 from weightvc.objects.retention import Rules
 from weightvc.protocol import collect, compact, live, patches, pins, swap
+
+
+@pytest.mark.parametrize("operation", ["GetObject", "ListObjectsV2"])
+def test_a_pin_that_cannot_be_read_ends_the_run(stub, operation):
+    """What it keeps is not known then."""
+    place = stub.place()
+    repository = weightvc.init(place.url, cache=None, **place.options)
+    old = repository.commit(Bits(START))
+    repository.commit(Bits(step(1)), base=True)
+    with repository.lease(old):
+        forget(repository, old.id)
+        before = names(repository)
+        if operation == "GetObject":
+            wrong = stub.fault(Status(403), operation=operation, key="/pin/", times=None)
+        else:  # the first listing is of everything
+            wrong = stub.fault(Status(403), operation=operation, times=None, after=1)
+        with pytest.raises(AccessDenied):
+            gc(repository, 0, force=True)
+        assert wrong.done == 1
+        stub.clear()
+        assert before - names(repository) == set()
+        gc(repository, 0, force=True)
+        assert before - names(repository) == set()
+    assert gc(repository, 0, force=True).deleted.objects["manifest"] == 1
+
 
 # Writers
 
