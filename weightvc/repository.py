@@ -18,7 +18,7 @@ from weightvc.errors import (
 from weightvc.history import HEAD, Progress, Ref, said, version_of
 from weightvc.objects import dtypes
 from weightvc.objects.catalogue import Entry
-from weightvc.objects.version import Version, check_words
+from weightvc.objects.version import Version, check_words, copied
 from weightvc.protocol import swap
 from weightvc.protocol.refs import Refs, check_name
 from weightvc.publishing import Publishing, check_choices, step_of
@@ -215,7 +215,7 @@ class Repository(Publishing, Retention, Recovery):
         old = version_of(entry)
         with self._open(refs, entry, whole=True) as source:
             text = f"revert to {old.short}" + (f": {old.message}" if old.message else "")
-            options["metadata"] = {**kept(old.metadata), **(options.get("metadata") or {})}
+            options["metadata"] = {**kept(old.metadata), **copied(options.get("metadata"))}
             return self.commit(
                 source, branch=branch, message=text if message is None else message, step=old.step, **options
             )

@@ -415,6 +415,8 @@ def test_what_a_future_calls_may_commit_and_never_waits_for_itself(repository, g
         ({"step": -1}, Refused, "step=-1"),
         ({"step": 1.5}, Refused, "step=1.5"),
         ({"metadata": {"a": {1}}}, Refused, "metadata"),
+        ({"metadata": [1]}, Refused, r"metadata=\[1\]"),
+        ({"metadata": [1], "transform": weightvc.Transform("t", "1", dict)}, Refused, r"metadata=\[1\]"),
         ({"message": "x" * 5000}, Refused, "shorten"),
         ({"branch": "a//b"}, BadName, "a//b"),
         ({"codec": "best"}, Refused, "codec"),

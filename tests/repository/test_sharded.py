@@ -466,6 +466,28 @@ def exported(step: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}": torch.randn(9, 11) for i in range(6)}
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (torch.nn.Linear(2, 2), Refused, r"Linear.*give model\.state_dict\(\)"),
+        ("a.safetensors", Refused, "str is no mapping.*give a mapping"),
+        (None, Refused, "NoneType is no mapping"),
+        ([("a", torch.ones(2))], Refused, "list is no mapping"),
+        ({"a": 3, "b": torch.ones(2)}, BadTensor, "^this rank has what cannot be kept: 'a': a int"),
+        ({"draft": {"w": torch.ones(2)}}, BadTensor, "^this rank has what cannot be kept: 'draft': a dict"),
+    ],
+)
+def test_what_is_no_state_dict_is_refused(repository: Repository, given, error, says):
+    with pytest.raises(error, match=says):
+        repository.commit_sharded(given)
+    assert repository.branches() == {}
+
+
+def test_a_rank_may_have_nothing(repository: Repository):
+    version = repository.commit_sharded({})
+    assert version.tree == repository.commit({}, branch="plain").tree
+
+
 def test_ranks_export_different_tensors_and_parts_of_them(url):
     members = [Rank(url).repository for _ in range(3)]
     plain = weightvc.open(url, cache=None)

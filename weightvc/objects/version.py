@@ -69,6 +69,13 @@ def check_words(message: object, author: object) -> None:
             raise Refused(f"the {name} has {size} bytes, {limit} at most: shorten it")
 
 
+def copied(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of what was given as metadata. Raises Refused for what is no mapping."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise Refused(f"metadata={metadata!r:.100}: give a mapping of names to values")
+    return dict(metadata or {})
+
+
 def make(
     *,
     tree: str,
@@ -106,7 +113,7 @@ def make(
         "labels": labels,
         "layout": layout,
         "message": message,
-        "metadata": dict(metadata or {}),
+        "metadata": copied(metadata),
         "nbytes": nbytes,
         "parents": [p.id for p in parents],
         "time": now,

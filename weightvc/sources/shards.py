@@ -11,13 +11,13 @@ from functools import cached_property
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weightvc.errors import BadTensor
+from weightvc.errors import BadTensor, Refused
 from weightvc.objects import dtypes
 from weightvc.objects.tensor import TensorInfo
 from weightvc.sources.base import Source
 from weightvc.sources.cast import cast
 from weightvc.sources.header import shown
-from weightvc.sources.memory import is_torch, name_fault, open_tensors
+from weightvc.sources.memory import is_torch, name_fault, open_tensors, tensor_fault
 
 if TYPE_CHECKING:
     import numpy
@@ -137,8 +137,12 @@ def open_shards(tensors: Mapping[str, Any], dtype: Any = None) -> Shards:
     """What this rank has of `{name: tensor}`: of a DTensor its shard; any other tensor is whole, here, or the same on
     all ranks that have it. Floating tensors are read as `dtype`. Nothing is copied.
 
-    Raises BadTensor naming tensors that cannot be kept: also a DTensor with a Partial placement.
+    Raises BadTensor naming tensors that cannot be kept: also a DTensor with a Partial placement; Refused for what is
+    no mapping.
     """
+    if not isinstance(tensors, Mapping):
+        mend = "give model.state_dict()" if hasattr(tensors, "state_dict") else "give a mapping of names to tensors"
+        raise Refused(f"a {type(tensors).__name__} is no mapping of names to what this rank has of tensors: {mend}")
     parts: list[Part] = []
     faults = []
     for name, value in tensors.items():
@@ -152,9 +156,14 @@ def open_shards(tensors: Mapping[str, Any], dtype: Any = None) -> Shards:
                 parts.append(Part(name, (), (), value))
         except BadTensor as error:
             faults.append(f"{name!r:.200}: {error}")
+    _refuse(faults)
+    return open_parts(parts, dtype)
+
+
+def _refuse(faults: Sequence[str]) -> None:
+    """Raise BadTensor if there are faults of tensors."""
     if faults:
         raise BadTensor(f"this rank has what cannot be kept: {'; '.join(faults[:10])}")
-    return open_parts(parts, dtype)
 
 
 def open_parts(parts: Sequence[Part], dtype: Any = None, files: Mapping[str, bytes] | None = None) -> Shards:
@@ -162,13 +171,15 @@ def open_parts(parts: Sequence[Part], dtype: Any = None, files: Mapping[str, byt
 
     Raises BadTensor naming tensors that cannot be kept.
     """
-    faults = [f"{part.name!r:.200}: {fault}" for part in parts if (fault := name_fault(part.name))]
-    if faults:
-        raise BadTensor(f"this rank has what cannot be kept: {'; '.join(faults[:10])}")
-    # In the order of their numbers, under names that tell a fault.
+    _refuse([f"{part.name!r:.200}: {fault}" for part in parts if (fault := name_fault(part.name))])
+    # In the order of their numbers, since a name may come more than once.
     width = len(str(len(parts)))
-    named = {f"{i:0{width}} {name}": part for i, (name, _, _, part) in enumerate(parts)}
-    opened: Source = open_tensors(named, "this rank's shards")
+    numbered = {f"{i:0{width}}": part.value for i, part in enumerate(parts)}
+    try:
+        opened: Source = open_tensors({"": numbered} if numbered else {})
+    except BadTensor:
+        _refuse([f"{part.name!r:.200}: {fault}" for part in parts if (fault := tensor_fault(part.value))])
+        raise
     source = cast(opened, dtype) if dtype is not None else opened
     offered = []
     for (name, shape, box, _), info in zip(parts, source.tensors, strict=True):

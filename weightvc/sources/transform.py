@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from weightvc.errors import Refused
+from weightvc.objects.version import copied
 from weightvc.sources.base import Source
 from weightvc.sources.memory import MemorySource, is_torch, open_tensors, to_torch
 
@@ -55,10 +56,11 @@ def checked(transform: Any, dtype: Any, metadata: Mapping[str, Any] | None) -> M
         raise Refused(f"transform={transform!r:.100} has no name and no version: {mend}")
     if dtype is not None:
         raise Refused("dtype is not for what a transform gives, such as its scales: let the function cast")
-    taken = [key for key in (NAME, VERSION) if key in (metadata or {})]
+    said = copied(metadata)
+    taken = [key for key in (NAME, VERSION) if key in said]
     if taken:
         raise Refused(f"metadata has {taken[0]!r}, which the transform says: leave it out")
-    return {**(metadata or {}), NAME: transform.name, VERSION: transform.version}
+    return {**said, NAME: transform.name, VERSION: transform.version}
 
 
 def kept(metadata: Mapping[str, Any]) -> dict[str, Any]:
