@@ -13,7 +13,7 @@ from weightvc.objects.schema import CHUNK
 from weightvc.protocol import parallel
 from weightvc.protocol.spool import Reader, Spool
 from weightvc.protocol.stored import VersionSource
-from weightvc.sources.base import Layout, TensorInfo
+from weightvc.sources.base import Layout, Source, TensorInfo
 from weightvc.sources.header import MAX_HEADER, read_header, shown, strict_json
 from weightvc.sources.local import LocalFiles
 
@@ -92,10 +92,10 @@ def open_delta(path: str | os.PathLike[str]) -> DeltaFiles | None:
 
 
 class DeltaSource:
-    """What a delta makes of a version. All of it is decoded, and seen to have the right checksums, before it can be
+    """What a delta makes of its base. All of it is decoded, and seen to have the right checksums, before it can be
     read; changed tensors lie in memory, or beyond 64 MiB in an unlinked file."""
 
-    def __init__(self, base: VersionSource, delta: DeltaFiles, directory: Path | None) -> None:
+    def __init__(self, base: Source | VersionSource, delta: DeltaFiles, directory: Path | None) -> None:
         """`directory` is where the unlinked file goes; None for the system's place. Takes both sources over.
 
         Raises BadFile for a delta that is malformed, or does not make of `base` what its checksums say.
@@ -149,7 +149,8 @@ class DeltaSource:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def check(self) -> None:
-        """What was decoded cannot change any more."""
+        """What was decoded cannot change any more; its base may, if that is in files. Raises BadFile."""
+        self._base.check()
 
     def close(self) -> None:
         """Let go of everything; idempotent."""

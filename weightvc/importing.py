@@ -35,6 +35,7 @@ from weightvc.objects.version import Version
 from weightvc.protocol.checkout import Stat, local_errors, scan
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.stock import digest_of
+from weightvc.protocol.stored import VersionSource
 from weightvc.repository import Repository
 from weightvc.sources import open_source
 from weightvc.sources.base import Source
@@ -271,13 +272,19 @@ class Import:
             delta = open_delta(one.path)
             if delta is not None:
                 stack.callback(delta.close)
-                yield from self._before(one, delta, found)
-                base = self._steps()[0][delta.index.base]
-                if entry is not None and base.gone:
+                base = self._base_of(one, delta, found)
+                if isinstance(base, Path):
+                    given = stack.enter_context(contextlib.closing(self._given(base)))
+                    # All of it is decoded before anything is committed: a wrong base leaves no step behind.
+                    source: Source = self._fitting(one, delta, base, given)
+                    stack.callback(source.close)
+                    yield self._commit(Numbered(delta.index.base, base), given)
+                elif entry is not None and base.gone:
                     # What it was made on cannot be had any more to compare it.
                     self._in[one.number] = look
                     return
-                source: Source = self._on_base(delta, base)
+                else:
+                    source = self._made(delta, self.repository.source(version_of(base), whole=True))
             else:
                 source = self._plain(one.path)
             stack.callback(source.close)
@@ -307,34 +314,76 @@ class Import:
             raise
         return source
 
-    def _before(self, one: Numbered, delta: DeltaFiles, found: Sequence[Numbered]) -> Iterator[Imported]:
-        """See that the branch has what a delta was made on; the first one's base is committed, if it was given."""
-        steps, _ = self._steps()
+    def _base_of(self, one: Numbered, delta: DeltaFiles, found: Sequence[Numbered]) -> Entry | Path:
+        """What a delta was made on: a version of the branch; where that has no step yet, the base that was given."""
+        steps, newest = self._steps()
         number = delta.index.base
         if delta.index.version != one.number:
             raise BadFile(f"{one.path}: its index says that it is version {delta.index.version}: rename it back")
         if self._dtype is not None:
             raise Refused(f"{one.path} is a delta, which has the dtypes of its base: leave the dtype out")
+        here = any(other.number == number for other in found)
         if number in steps:
-            return
-        if self._base is not None and not steps:
-            with contextlib.closing(self._plain(self._base)) as source:
-                yield self._commit(Numbered(number, self._base), source)
-        elif any(other.number == number for other in found):
+            if not here:
+                self._check_given(one, number)
+            return steps[number]
+        if here:
             raise _NotYet(f"{one.path} is a delta on version {number}, which is not in yet")
-        else:
-            mend = "give the checkpoint that it was made on (--base)"
-            if steps:
-                mend = "bring that one back, or begin a new branch with a whole checkpoint (-b, --base)"
-            raise Refused(
-                f"{one.path} is a delta on version {number}, which is neither a step of the branch nor in "
-                f"{self.directory}: {mend}"
+        if self._base is not None and not steps:
+            return self._base
+        mend = "give the checkpoint that it was made on (--base)"
+        if steps:
+            mend = (
+                f"the branch goes on from its step {newest}, whatever --base says; bring that one back, or begin a "
+                "new branch with a whole checkpoint (-b, --base)"
             )
+        raise Refused(
+            f"{one.path} is a delta on version {number}, which is neither a step of the branch nor in "
+            f"{self.directory}: {mend}"
+        )
 
-    def _on_base(self, delta: DeltaFiles, base: Entry) -> Source:
+    def _given(self, base: Path) -> Source:
+        """The base that was given. Raises Refused, also in place of what tells a delta that is not whole."""
+        try:
+            return self._plain(base)
+        except _UNWHOLE as error:
+            raise Refused(f"{base} (--base) cannot be taken: {error}") from None
+
+    def _fitting(self, one: Numbered, delta: DeltaFiles, base: Path, given: Source) -> Source:
+        """What the first delta makes of the base that was given. Raises Refused if they do not go together."""
+        try:
+            return self._made(delta, given)
+        except BadFile as error:
+            raise Refused(
+                f"{one.path} does not fit {base} (--base): {error}. Nothing was committed: give the checkpoint that "
+                "it was made on"
+            ) from None
+
+    def _check_given(self, one: Numbered, number: int) -> None:
+        """Raise Refused if a base was given that is not among what the branch has; it is looked at once."""
+        base = self._base
+        if base is None:
+            return
+        steps, newest = self._steps()
+        if not base.exists():
+            _log.warning(
+                "%s (--base) is not there, and not needed: the branch goes on from its step %d", base, newest
+            )
+            self._base = None
+            return
+        with contextlib.closing(self._given(base)) as given:
+            tree = digest_of(given)
+        if tree not in {version_of(entry).tree for entry in steps.values()}:
+            raise Refused(
+                f"{base} (--base) has other weights than version {version_of(steps[number]).short}, step {number} of "
+                f"the branch, which {one.path} would go on from: leave --base out to go on from that; if that is the "
+                "wrong one, import into another branch (-b), or `weightvc reset` this one to the right weights"
+            )
+        self._base = None
+
+    def _made(self, delta: DeltaFiles, base: Source | VersionSource) -> Source:
         cache = self.repository._shelf.cache
-        source = self.repository.source(version_of(base), whole=True)
-        return DeltaSource(source, delta, cache.directory if cache is not None else None)
+        return DeltaSource(base, delta, cache.directory if cache is not None else None)
 
 
 @contextlib.contextmanager

@@ -211,6 +211,64 @@ def test_a_stream_on_the_model_that_engines_began_from(
     assert read(out(repository, "main", tmp_path / "out5")) == newer
 
 
+def test_a_wrong_base_commits_nothing(
+    repository: Repository, line: list[Plain], stream: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = checkpoint(tmp_path / "model", line[0])
+    other = checkpoint(tmp_path / "other", line[4])
+    alien = checkpoint(tmp_path / "alien", {"w": ("U8", [2], b"ab")})
+    for wrong, said in ((other, "checksum"), (alien, "none of that name"), (tmp_path / "missing", "No such file")):
+        for importing in (lambda base: steps(repository, stream, base=base),
+                          lambda base: Follower(repository, stream, caplog, base=base).next()):  # fmt: skip
+            with pytest.raises(Refused, match=said) as raised:
+                importing(wrong)
+            assert type(raised.value) is Refused
+            assert f"{wrong} (--base)" in str(raised.value)
+            assert repository.branches() == {}
+    assert steps(repository, stream, base=model) == [0, 1, 2, 3, 4]
+
+
+def test_a_base_that_is_not_what_the_branch_goes_on_from_is_refused(
+    repository: Repository, line: list[Plain], stream: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = checkpoint(tmp_path / "model", line[0])
+    wrong = repository.commit(checkpoint(tmp_path / "other", line[4]), step=0)
+    with pytest.raises(Refused, match=r"model \(--base\) has other weights than version .*, step 0") as raised:
+        steps(repository, stream, base=model)
+    assert wrong.short in str(raised.value)
+    assert "weight_v000001" in str(raised.value)
+    assert "(-b)" in str(raised.value)
+    assert log(repository) == [0]
+    assert steps(repository, stream, base=model, branch="right") == [0, 1, 2, 3, 4]
+    # Where a number is missing, --base does not stand in for it.
+    for number in (1, 2):
+        shutil.rmtree(stream / f"weight_v{number:06d}")
+    with pytest.raises(Refused, match=r"on version 2.*the branch goes on from its step 0.*--base"):
+        steps(repository, stream, base=model)
+    # What is not there any more cannot be compared, and is not needed.
+    shutil.rmtree(model)
+    assert steps(repository, stream, base=model, branch="right") == []
+    assert f"{model} (--base) is not there" in caplog.records[-1].getMessage()
+
+
+def test_a_base_does_not_stand_in_for_a_delta_that_is_not_whole(
+    repository: Repository, line: list[Plain], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second delta fits the base as well as the first."""
+    where, new = tmp_path / "stream", {**line[0], "head": line[1]["head"]}
+    publish(where, 1, line[0], line[0])
+    publish(where, 2, line[0], new)
+    index = (where / "weight_v000001" / INDEX).read_bytes()
+    (where / "weight_v000001" / INDEX).write_bytes(index[:20])
+    model = checkpoint(tmp_path / "model", line[0])
+    follower = Follower(repository, where, caplog, base=model)
+    assert "on version 1, which is not in yet" in follower.until_told("weight_v000002")
+    assert repository.branches() == {}
+    (where / "weight_v000001" / INDEX).write_bytes(index)
+    follower = Follower(repository, where, caplog, base=model)
+    assert [follower.next() for _ in range(3)] == [0, 1, 2]
+
+
 def test_whole_versions_among_deltas(repository: Repository, line: list[Plain], tmp_path: Path) -> None:
     where = tmp_path / "stream"
     checkpoint(where / "weight_v000003", line[0], shards=2)
