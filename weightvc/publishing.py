@@ -191,8 +191,8 @@ class Publishing(History):
 
         If a rank fails, it raises its own error, and the others NotPublished; if one dies, the others raise what
         `ranks` raises then. No version is published, unless rank 0 fails or dies in the last step, which publishes.
-        Raises BadTensor also where ranks differ about a tensor, or a part of it is nowhere, or is twice; Refused for a
-        module, whose state_dict() is to be given.
+        Raises BadTensor also where ranks differ about a tensor, or a part of it is nowhere, or is twice; Refused for
+        a module, whose state_dict() is to be given.
         """
         from weightvc.ranks import open_ranks
         from weightvc.sources.shards import Shards, open_shards
