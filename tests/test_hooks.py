@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,12 +86,56 @@ def test_another_trainer_ends_it(repository):
 
 def test_what_cannot_be_is_refused(repository):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    for more in ({"every": 0}, {"every": 1.5}, {"step": 3}):
-        with pytest.raises(Refused):
-            hooks.post_step(optimizer, repository, {}, **more)
     hooks.post_step(optimizer, repository, {"n": None})
     with pytest.raises(BadTensor, match="NoneType"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("hook", ["post_step", "trainer_callback", "WeightTransfer"])
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"every": 0}, "every"),
+        ({"every": 1.5}, "every"),
+        ({"step": 3}, "step"),
+        ({"first": "a"}, "first"),
+        ({"first": -1}, "first"),
+        ({"source": 3}, "source|a builtins.int cannot be committed"),
+        ({"repository": "s3://bucket/policy"}, "s3://bucket/policy.*Repository"),
+        ({"dtyp": "bfloat16"}, "dtyp.*options of Repository.commit_async"),
+        ({"dtype": "bf17"}, "bf17"),
+        ({"names": "hff"}, "names"),
+        ({"codec": "best"}, "codec='best'"),
+        ({"queue": 0}, "queue=0"),
+        ({"when_full": "drop"}, "when_full='drop'"),
+        ({"metadata": [1]}, r"metadata=\[1\]"),
+        ({"transform": 3}, "transform=3"),
+        ({"branch": "a//b"}, "a//b"),
+    ],
+)
+def test_arguments_are_refused_when_the_hook_is_made(repository, hook, more, says):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    given = {"repository": repository, **more}
+    if hook == "post_step":
+        given = {"source": {}, **given, "optimizer": optimizer}
+    if hook == "WeightTransfer":
+        given = {"step": lambda: 1, **given}
+    with pytest.raises(Refused, match=says):
+        getattr(hooks, hook)(**given)
+    optimizer.step()
+    assert repository.branches() == {}
+
+
+def test_names_are_for_modules(repository):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(Refused, match="`names`"):
+        hooks.post_step(optimizer, repository, {"w": torch.ones(2)}, names="as-is")
+    with pytest.raises(Refused, match="`names`"):
+        hooks.WeightTransfer(repository, lambda: 1, names="as-is")
+    hooks.post_step(optimizer, repository, torch.nn.Linear(2, 2), names="as-is", first=np.int64(3))
+    optimizer.step()
+    repository.flush()
+    assert repository.resolve().step == 3
 
 
 def test_a_trainer_of_transformers(repository: Repository, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from weightvc.errors import BadTensor, Fenced, NotPublished, Refused
+from weightvc.publishing import check_async, step_of
+from weightvc.sources import check_kind
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,7 @@ class _Steps:
             raise Refused(f"every={every!r:.100}: give a whole number of steps, 1 at least")
         if "step" in options:
             raise Refused("step= is the hook's to say: leave it out")
+        check_async(repository, options)
         self._repository = repository
         self._every = every
         self._options = options
@@ -62,16 +65,21 @@ def post_step(
 
     The optimizer's next step is number `first`; those are published that `every` divides. `options` are those of
     Repository.commit_async(). Returns what remove()s the hook; flush() or close() the repository at the end.
+    Raises Refused for arguments that no step could be published with.
     """
     steps = _Steps(repository, every, options)
-    done = first
+    done = step_of(first)
+    if type(done) is not int or done < 0:
+        raise Refused(f"first={first!r:.100}: give the number of the optimizer's next step, from 0")
+    # A module can be called too, and is not meant to be.
+    is_called = callable(source) and not hasattr(source, "state_dict")
+    if not is_called:
+        check_kind(source, options.get("names", "hf"))
 
     def hook(*_: object) -> None:
         nonlocal done
         step, done = done, done + 1
-        # A module can be called too, and is not meant to be.
-        given = source() if callable(source) and not hasattr(source, "state_dict") else source
-        steps.publish(given, step)
+        steps.publish(source() if is_called else source, step)
 
     return optimizer.register_step_post_hook(hook)
 
@@ -81,7 +89,8 @@ def trainer_callback(repository: "Repository", *, every: int = 1, **options: Any
 
     Versions are labelled with the Trainer's global_step. Only the main process publishes. `options` are those of
     Repository.commit_async(): with `names="hf"`, the default, the model writes itself to disk at each step.
-    At the end of the training it waits for all, and raises NotPublished if one has failed.
+    At the end of the training it waits for all, and raises NotPublished if one has failed. Raises Refused for
+    arguments that no step could be published with.
     """
     from transformers import TrainerCallback
 
@@ -110,9 +119,12 @@ class WeightTransfer:
 
     def __init__(self, repository: "Repository", step: Callable[[], int], **options: Any) -> None:
         """`step` is called at each sync for the version's label, which TRL does not hand over: give
-        `lambda: trainer.state.global_step`. `options` are those of Repository.commit_async()."""
+        `lambda: trainer.state.global_step`. `options` are those of Repository.commit_async(). Raises Refused for
+        arguments that nothing could be published with."""
         from weightvc.sources.cast import target
 
+        check_async(repository, options)
+        check_kind({}, options.get("names", "hf"))
         if not callable(step):
             raise Refused(f"step={step!r:.100}: give a function, such as lambda: trainer.state.global_step")
         dtype = options.get("dtype")

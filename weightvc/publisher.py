@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from weightvc.errors import NotPublished, QueueFull, Refused
 from weightvc.objects.version import Version
@@ -26,6 +26,14 @@ NICE: Final = 5
 """How much lower the priority of publishing is than the trainer's: a third of its share, where they compete."""
 WhenFull = Literal["wait", "skip", "raise"]
 _log: Final = logging.getLogger("weightvc")
+
+
+def check_queue(queue: Any, when_full: Any) -> None:
+    """Raise Refused for what Publisher.submit() has no meaning for."""
+    if type(queue) is not int or queue < 1:
+        raise Refused(f"queue={queue!r:.100}: give how many commits may wait, 1 at least")
+    if when_full not in ("wait", "skip", "raise"):
+        raise Refused(f'when_full={when_full!r:.100}: give "wait", "skip" or "raise"')
 
 
 @dataclass(slots=True)
@@ -70,10 +78,6 @@ class Publisher:
         the commit in what is told of it. Raises NotPublished, and takes nothing, if commits before it have failed;
         Refused once the main thread has ended: Python gives no work to thread pools then.
         """
-        if type(queue) is not int or queue < 1:
-            raise Refused(f"queue={queue!r:.100}: give how many commits may wait, 1 at least")
-        if when_full not in ("wait", "skip", "raise"):
-            raise Refused(f'when_full={when_full!r:.100}: give "wait", "skip" or "raise"')
         with self._submitting:
             # The process waits for what began before, and for what a future calls.
             if _ended and not self._is_here():

@@ -1,5 +1,6 @@
 """Publishing: how a commit is made, and what a repository offers to a trainer that does not wait for its commits."""
 
+import inspect
 import logging
 import operator
 import time
@@ -79,9 +80,21 @@ class Publishing(History):
         from weightvc.sources.cast import cast
         from weightvc.sources.files import FileSource
         from weightvc.sources.module import SavedSource
-        from weightvc.sources.transform import checked
 
-        labels = self._asked(branch, on_conflict, codec, message, step, run, checked(transform, dtype, metadata))
+        labels = self._asked_behind(
+            branch=branch,
+            message=message,
+            step=step,
+            run=run,
+            metadata=metadata,
+            dtype=dtype,
+            names=names,
+            transform=transform,
+            on_conflict=on_conflict,
+            codec=codec,
+            queue=queue,
+            when_full=when_full,
+        )
         publisher, arenas = self._made_behind()
 
         def take() -> "Source":
@@ -322,6 +335,36 @@ class Publishing(History):
                 self._behind = Publisher(), Arenas()
             return self._behind
 
+    def _asked_behind(
+        self,
+        *,
+        branch: str,
+        message: str,
+        step: Any,
+        run: str | None,
+        metadata: Mapping[str, Any] | None,
+        dtype: Any,
+        names: Any,
+        transform: Any,
+        on_conflict: str,
+        codec: str,
+        queue: Any,
+        when_full: Any,
+        **_: Any,
+    ) -> Labels:
+        """What _asked() gives, for commit_async(), whose options are checked: all that can be without a source."""
+        from weightvc.publisher import check_queue
+        from weightvc.sources.cast import target
+        from weightvc.sources.module import check_names
+        from weightvc.sources.transform import checked
+
+        metadata = checked(transform, dtype, metadata)
+        if dtype is not None:
+            target(dtype)
+        check_names(names)
+        check_queue(queue, when_full)
+        return self._asked(branch, on_conflict, codec, message, step, run, metadata)
+
     def _asked(
         self,
         branch: str,
@@ -488,6 +531,18 @@ class Publishing(History):
             labels=labels,
             castable=castable,
         )
+
+
+def check_async(repository: Any, options: Mapping[str, Any]) -> None:
+    """Raise Refused for what is no repository, and for options that commit_async() would refuse for any source."""
+    if not isinstance(repository, Publishing):
+        raise Refused(f"repository={repository!r:.100}: give a Repository, such as weightvc.open() returns")
+    try:
+        asked = inspect.signature(Publishing.commit_async).bind(repository, None, **options)
+    except TypeError as error:
+        raise Refused(f"{error}: give options of Repository.commit_async()") from None
+    asked.apply_defaults()
+    repository._asked_behind(**asked.kwargs)
 
 
 def check_choices(on_conflict: str, codec: str) -> None:

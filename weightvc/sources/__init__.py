@@ -40,15 +40,13 @@ def open_source(
     is_file = isinstance(source, str | os.PathLike)
     if not is_file and (name is not None or exclude):
         raise Refused("`name` and `exclude` are for files: leave them out for tensors and modules")
-    is_module = _is_module(source)
-    if not is_module and names != "hf":
-        raise Refused("`names` is for torch modules: leave it out, or rename the tensors yourself")
+    check_kind(source, names)
     opened: Source
     if is_file:
         from weightvc.sources.files import open_files
 
         opened = open_files(source, name=name, exclude=exclude)
-    elif is_module:
+    elif _is_module(source):
         from weightvc.sources.module import open_module
 
         opened = open_module(source, names)
@@ -56,13 +54,8 @@ def open_source(
         from weightvc.sources.memory import open_tensors
 
         opened = open_tensors(source)
-    elif all(hasattr(source, part) for part in ("tensors", "layout", "read", "check", "close")):
-        opened = source
     else:
-        raise Refused(
-            f"a {type(source).__module__}.{type(source).__qualname__} cannot be committed: give a path, URL, "
-            "a mapping of names to tensors, or a torch module"
-        )
+        opened = source
     if transform is not None:
         try:
             return transform.apply(opened)
@@ -76,6 +69,23 @@ def open_source(
     except BaseException:
         opened.close()
         raise
+
+
+def check_kind(source: Any, names: Any = "hf") -> None:
+    """Raise Refused for what is nothing that can be committed, and for `names` that are not for it. Opens nothing."""
+    if _is_module(source):
+        from weightvc.sources.module import check_names
+
+        check_names(names)
+        return
+    if names != "hf":
+        raise Refused("`names` is for torch modules: leave it out, or rename the tensors yourself")
+    is_source = all(hasattr(source, part) for part in ("tensors", "layout", "read", "check", "close"))
+    if not is_source and not isinstance(source, str | os.PathLike | Mapping):
+        raise Refused(
+            f"a {type(source).__module__}.{type(source).__qualname__} cannot be committed: give a path, URL, "
+            "a mapping of names to tensors, or a torch module"
+        )
 
 
 def _is_module(source: Any) -> bool:

@@ -25,16 +25,21 @@ def open_module(module: Any, names: Names = "hf") -> Source:
     names="as-is": the state dict. A function: the state dict, each name mapped by it.
     Raises BadTensor; Refused for other `names`; StoreError if the temporary directory cannot be written.
     """
+    check_names(names)
     if callable(names):
         return open_tensors(_renamed(module.state_dict(), names), "the state dict")
     if names == "as-is":
         return open_tensors(module.state_dict(), "the state dict")
-    if names != "hf":
-        raise Refused(f'names={names!r}: give "hf", "as-is" or a function from name to name')
     module = _unwrapped(module)
     if _is_pretrained(module):
         return _open_saved(module)
     return open_tensors(_untied(module.state_dict()), "the state dict")
+
+
+def check_names(names: Any) -> None:
+    """Raise Refused for what is no way to name a module's tensors."""
+    if not callable(names) and names not in ("hf", "as-is"):
+        raise Refused(f'names={names!r:.100}: give "hf", "as-is" or a function from name to name')
 
 
 def _renamed(state: dict[str, Any], names: Callable[[str], str]) -> dict[str, Any]:
