@@ -2,6 +2,7 @@
 
 import logging
 import re
+import secrets
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from weightvc.repository import Repository
 
 
 @pytest.fixture
-def repository(request: pytest.FixtureRequest) -> Repository:
-    return weightvc.init(f"memory://{request.node.name}", cache=None)
+def repository() -> Repository:
+    return weightvc.init(f"memory://{secrets.token_hex(8)}", cache=None)
 
 
 def trained(repository: Repository, source: Any, steps: int, **more: Any) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import queue
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -98,8 +99,8 @@ class Weights(TrainerCallback):
 
 
 @pytest.fixture
-def repository(request: pytest.FixtureRequest) -> Repository:
-    return weightvc.init(f"memory://{request.node.name}", cache=None)
+def repository() -> Repository:
+    return weightvc.init(f"memory://{secrets.token_hex(8)}", cache=None)
 
 
 @pytest.fixture(scope="module")
