@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,17 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weightvc.client import LONGEST, waits
 from weightvc.errors import (
     AccessDenied,
     BadName,
-    Conflict,
-    Corrupt,
-    Expired,
-    NotFound,
     Refused,
-    StateUnknown,
-    StoreError,
 )
 from weightvc.history import HEAD, Ref, said, version_of
 from weightvc.objects import slime
@@ -36,6 +28,7 @@ from weightvc.protocol.refs import Refs
 from weightvc.protocol.stored import VersionSource, parts
 from weightvc.protocol.workspace import Workspace, clear
 from weightvc.repository import Repository
+from weightvc.rounds import rounds
 from weightvc.sources.files import is_url
 from weightvc.sources.header import build_header, order, shown, strict_json
 
@@ -123,28 +116,22 @@ class Export:
         What fails is logged (as "weightvc") and tried again, up to half a minute later. It ends when `stop` is set.
         Raises AccessDenied, Refused; of those BadName for what is no branch.
         """
-        if not 0 < every <= LONGEST:
-            raise Refused(f"every={every!r}: seconds, over 0 and a day at most")
         stop = stop or threading.Event()
         exported: int | None = None
-        failures = 0
-        while not stop.is_set():
-            try:
-                root = self.repository.refresh()
-                if root.sequence != exported:
-                    refs = Refs(self.repository._shelf, root)
-                    found = refs.resolve(self._ref)
-                    if found.branch is None:
-                        raise BadName(f"only a branch can be followed: {self._ref!r:.200} stays what it is")
-                    yield from self._run(refs, found.entry, stop)
-                    exported = root.sequence
-                failures = 0
-            except AccessDenied:
-                raise
-            except (StoreError, NotFound, Conflict, Corrupt, Expired, StateUnknown) as error:
-                failures += 1
-                _log.warning("not exported (attempt %d): %s", failures, error)
-            stop.wait(waits(every, failures) * random.uniform(0.75, 1.25))
+
+        def news() -> Iterator[Exported]:
+            nonlocal exported
+            root = self.repository.refresh()
+            if root.sequence == exported:
+                return
+            refs = Refs(self.repository._shelf, root)
+            found = refs.resolve(self._ref)
+            if found.branch is None:
+                raise BadName(f"only a branch can be followed: {self._ref!r:.200} stays what it is")
+            yield from self._run(refs, found.entry, stop)
+            exported = root.sequence
+
+        return rounds(news, every=every, stop=stop, what="not exported", final=(AccessDenied,))
 
     def _run(self, refs: Refs, head: Entry, stop: threading.Event | None) -> Iterator[Exported]:
         there = self._newest()

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import random
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from weightvc.client import LONGEST, waits
 from weightvc.delta import DeltaFiles, DeltaSource, open_delta
 from weightvc.errors import (
     AccessDenied,
@@ -20,14 +18,8 @@ from weightvc.errors import (
     BadName,
     BadTensor,
     BranchMoved,
-    Conflict,
-    Corrupt,
-    Expired,
     Fenced,
-    NotFound,
     Refused,
-    StateUnknown,
-    StoreError,
 )
 from weightvc.history import HEAD, version_of
 from weightvc.objects.catalogue import Entry
@@ -37,6 +29,7 @@ from weightvc.protocol.refs import Refs
 from weightvc.protocol.stock import digest_of
 from weightvc.protocol.stored import VersionSource
 from weightvc.repository import Repository
+from weightvc.rounds import rounds
 from weightvc.sources import open_source
 from weightvc.sources.base import Source
 from weightvc.sources.files import INDEX, WEIGHTS, is_url
@@ -147,21 +140,10 @@ class Import:
         removed at any time. A store that fails is told and tried again. It ends when `stop` is set.
         Raises AccessDenied, BranchMoved, Fenced, and Refused as run() does, but for what is not whole.
         """
-        if not 0 < every <= LONGEST:
-            raise Refused(f"every={every!r}: seconds, over 0 and a day at most")
         stop = stop or threading.Event()
         watch = _Watch()
-        failures = 0
-        while not stop.is_set():
-            try:
-                yield from self._round(watch, stop)
-                failures = 0
-            except (AccessDenied, BranchMoved, Fenced):
-                raise
-            except (StoreError, NotFound, Conflict, Corrupt, Expired, StateUnknown) as error:
-                failures += 1
-                _log.warning("not imported (attempt %d): %s", failures, error)
-            stop.wait(waits(every, failures) * random.uniform(0.75, 1.25))
+        final = (AccessDenied, BranchMoved, Fenced)
+        return rounds(lambda: self._round(watch, stop), every=every, stop=stop, what="not imported", final=final)
 
     def _round(self, watch: "_Watch", stop: threading.Event) -> Iterator[Imported]:
         """Take what is whole by now."""

@@ -2,28 +2,20 @@
 
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, Final
 
-from weightvc.client import LONGEST, waits
 from weightvc.errors import (
     AccessDenied,
     BranchMoved,
-    Conflict,
-    Corrupt,
-    Expired,
-    NotFound,
-    Refused,
-    StateUnknown,
-    StoreError,
 )
 from weightvc.history import HEAD
 from weightvc.protocol.mirror import Mirrored, Mirroring
 from weightvc.repository import Repository, open
+from weightvc.rounds import rounds
 
 EVERY: Final = 5.0
 """Seconds between two looks at the source, about."""
@@ -88,26 +80,17 @@ class Mirror:
         repository that is not there yet, an object of the source that is bad. It ends when `stop` is set. Raises
         AccessDenied, Refused, and BranchMoved where the target has versions of its own.
         """
-        if not 0 < every <= LONGEST:
-            raise Refused(f"every={every!r}: seconds, over 0 and a day at most")
         stop = stop or threading.Event()
         mirrored: int | None = None
-        failures = 0
-        while not stop.is_set():
-            try:
-                # What is mirrored is this root, or a later one.
-                sequence = self.source.refresh().sequence
-                if sequence != mirrored:
-                    done = self.run(stop)
-                    if stop.is_set():
-                        return
-                    mirrored, failures = sequence, 0
-                    yield done
-                    continue
-                failures = 0
-            except (AccessDenied, BranchMoved):
-                raise
-            except (StoreError, NotFound, Conflict, Corrupt, Expired, StateUnknown) as error:
-                failures += 1
-                _log.warning("not mirrored (attempt %d): %s", failures, error)
-            stop.wait(waits(every, failures) * random.uniform(0.75, 1.25))
+
+        def news() -> Iterator[Mirrored]:
+            nonlocal mirrored
+            # What is mirrored is this root, or a later one.
+            while (sequence := self.source.refresh().sequence) != mirrored:
+                done = self.run(stop)
+                if stop.is_set():
+                    return
+                mirrored = sequence
+                yield done
+
+        return rounds(news, every=every, stop=stop, what="not mirrored", final=(AccessDenied, BranchMoved))

@@ -1,7 +1,8 @@
 """Commands for trainers and engines that know nothing of weightvc: import, export."""
 
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -14,6 +15,8 @@ from weightvc_cli.signals import stopped_by
 if TYPE_CHECKING:
     from weightvc.exporting import Exported
     from weightvc.importing import Imported
+
+_T = TypeVar("_T")
 
 
 @click.command("import")
@@ -78,17 +81,20 @@ def import_(
             only=only,
             exclude=exclude,
         )
-        if not follow:
-            count = 0
-            for done in importing.run():
-                _imported(settings, done)
-                count += 1
-            if not count and not settings.json:
-                click.echo("nothing to import: all of it is in")
-            return
-        with stopped_by(signal.SIGTERM) as stop:
-            for done in importing.follow(every=every, stop=stop):
-                _imported(settings, done)
+        if follow:
+            with stopped_by(signal.SIGTERM) as stop:
+                _told(settings, importing.follow(every=every, stop=stop), _imported)
+        elif not _told(settings, importing.run(), _imported) and not settings.json:
+            click.echo("nothing to import: all of it is in")
+
+
+def _told(settings: Settings, versions: Iterable[_T], tell: Callable[[Settings, _T], None]) -> int:
+    """Tell of each version as it is done; returns how many there were."""
+    count = 0
+    for done in versions:
+        tell(settings, done)
+        count += 1
+    return count
 
 
 def _imported(settings: Settings, done: "Imported") -> None:
@@ -161,17 +167,11 @@ def export(
         exporting = Export(
             *(repository, directory, ref), encoding=encoding, checksum=checksum, full_every=full_every, last=last
         )
-        if not follow:
-            count = 0
-            for done in exporting.run():
-                _exported(settings, done)
-                count += 1
-            if not count and not settings.json:
-                click.echo("nothing to export: all of it is there")
-            return
-        with stopped_by(signal.SIGTERM) as stop:
-            for done in exporting.follow(every=every, stop=stop):
-                _exported(settings, done)
+        if follow:
+            with stopped_by(signal.SIGTERM) as stop:
+                _told(settings, exporting.follow(every=every, stop=stop), _exported)
+        elif not _told(settings, exporting.run(), _exported) and not settings.json:
+            click.echo("nothing to export: all of it is there")
 
 
 def _exported(settings: Settings, done: "Exported") -> None:
