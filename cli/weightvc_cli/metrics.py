@@ -3,14 +3,15 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightvc.errors import AccessDenied, Refused, WeightvcError
+from weightvc.errors import WeightvcError
+from weightvc_cli.files import check_writable, write_atomically
 from weightvc_cli.output import as_json
 from weightvc_cli.settings import Settings
 
@@ -56,9 +57,9 @@ class Metrics:
         self._lines = lines
         self._prometheus = prometheus
         if lines is not None:
-            _check_writable(lines, lines if os.path.exists(lines) else os.path.dirname(lines) or ".")
+            check_writable(lines, lines if os.path.exists(lines) else os.path.dirname(lines) or ".")
         if prometheus is not None:  # another file is put in its place
-            _check_writable(prometheus, os.path.dirname(prometheus) or ".")
+            check_writable(prometheus, os.path.dirname(prometheus) or ".")
 
     def none_of(self, what: str) -> None:
         """Raise UsageError if metrics are wanted of what is no run."""
@@ -115,7 +116,7 @@ class Metrics:
             group = groups.setdefault(metric, [f"# TYPE weightvc_{metric} gauge"])
             group.append(f"{self._series(metric, run, kind)} {value!r}")
         with local_errors(self._prometheus):
-            _write_atomically(self._prometheus, "".join(f"{line}\n" for group in groups.values() for line in group))
+            write_atomically(self._prometheus, "".join(f"{line}\n" for group in groups.values() for line in group))
 
     def _series(self, metric: str, run: Run, kind: str = "") -> str:
         labels = {"repository": run.repository, "command": self._command} | ({"what": kind} if kind else {})
@@ -211,27 +212,6 @@ def checked(report: "FsckReport") -> dict[str, float]:
     return out
 
 
-def _check_writable(path: str, where: str) -> None:
-    """Raise Refused or AccessDenied, for the file `path`, if `where` is not there or may not be written."""
-    if not os.path.exists(where):
-        raise Refused(f"{path} cannot be written: there is no directory {where}: make it, or name another file")
-    if not os.access(where, os.W_OK) or (where != path and not os.path.isdir(where)):
-        raise AccessDenied(f"{path} cannot be written: {where} may not be written to: choose another file")
-
-
 def _quoted(value: str) -> str:
     """A label's value, as Prometheus reads it: it knows three escapes, and no others."""
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-
-
-def _write_atomically(path: str, text: str) -> None:
-    """Put a text in the place of a file, which readers see old or new. Raises OSError."""
-    beside = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(beside, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        os.replace(beside, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(beside)
-        raise

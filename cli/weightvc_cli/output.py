@@ -91,29 +91,6 @@ def table(rows: Sequence[tuple[str, ...]], right: str) -> list[str]:
     return out
 
 
-def patch_of(entry: "Entry") -> "Edge | None":
-    """The patch of a version from its parent, or None if it stands alone."""
-    return next((edge for edge in entry.place.edges if edge.source is not None), None) if entry.place else None
-
-
-def base_of(entry: "Entry") -> "Edge | None":
-    """The base of a version, or None."""
-    return next((edge for edge in entry.place.edges if edge.source is None), None) if entry.place else None
-
-
-def changed(entry: "Entry") -> int:
-    """Elements that changed against the first parent; all of them without one."""
-    patch = patch_of(entry)
-    if patch is not None:
-        return patch.changed
-    return entry.version.elements if entry.version else 0
-
-
-def density(entry: "Entry") -> float:
-    """Changed elements over elements."""
-    return changed(entry) / entry.version.elements if entry.version and entry.version.elements else 0.0
-
-
 def weight(entry: "Entry") -> str:
     """What a version took: its patch, how much of it changed, and how much smaller than the whole that is."""
     version, place = entry.version, entry.place
@@ -121,10 +98,10 @@ def weight(entry: "Entry") -> str:
     if place is None or entry.gone:
         return "no more: it has expired"
     parts = []
-    if (patch := patch_of(entry)) is not None:
-        parts += [f"patch {size(patch.nbytes)}", f"{share(density(entry))} changed"]
-    if (base := base_of(entry)) is not None:
-        parts.append(f"base {size(base.nbytes)}")
+    if entry.patch is not None:
+        parts += [f"patch {size(entry.patch.nbytes)}", f"{share(entry.density)} changed"]
+    if entry.base is not None:
+        parts.append(f"base {size(entry.base.nbytes)}")
     if 0 < place.nbytes < version.nbytes:
         parts.append(f"{times(version.nbytes / place.nbytes)} smaller")
     return ", ".join(parts)
@@ -149,8 +126,8 @@ def entry_json(entry: "Entry") -> dict[str, Any]:
         "tree": version.tree,
         "layout": version.layout,
         "elements": version.elements,
-        "changed": changed(entry),
-        "density": density(entry),
+        "changed": entry.changed,
+        "density": entry.density,
         "full_bytes": version.nbytes,
         "bytes": place.nbytes if place is not None else 0,
         "edges": [_edge_json(edge) for edge in edges],

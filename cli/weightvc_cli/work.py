@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from weightvc_cli.completion import branches_of, paths_of, refs_of
-from weightvc_cli.output import as_json, changed, density, first_line, shown, weight
+from weightvc_cli.output import as_json, first_line, shown, weight
 from weightvc_cli.settings import (
     PLACE,
     Duration,
@@ -255,15 +255,15 @@ def report_commit(settings: Settings, repository: "Repository", made: "Version",
             "parents": list(made.parents),
             "tree": made.tree,
             "bytes": place.nbytes,
-            "changed": changed(entry),
+            "changed": entry.changed,
             "elements": made.elements,
-            "density": density(entry),
+            "density": entry.density,
             "seconds": round(time.monotonic() - began, 6),
         }
         click.echo(as_json(fields))
         return
     text = f"[{entry.name or 'detached'} {made.short}] {first_line(made.message)}"
-    same = changed(entry) == 0 and bool(made.parents) and repository.resolve(made.parents[0]).tree == made.tree
+    same = entry.changed == 0 and bool(made.parents) and repository.resolve(made.parents[0]).tree == made.tree
     click.echo(f"{text.rstrip()}  ({'same weights as its parent' if same else weight(entry)})")
 
 

@@ -98,6 +98,29 @@ class Entry:
         """Whether retention let the version go, if perhaps still stored as a stepping stone; also if it is none."""
         return self.place is None or self.expired is not None
 
+    @property
+    def patch(self) -> Edge | None:
+        """The patch that the commit stored, or None if the version stands alone."""
+        return next((edge for edge in self.place.edges if edge.source is not None), None) if self.place else None
+
+    @property
+    def base(self) -> Edge | None:
+        """The base that the commit stored, or None."""
+        return next((edge for edge in self.place.edges if edge.source is None), None) if self.place else None
+
+    @property
+    def changed(self) -> int:
+        """Elements that changed against the first parent; all of them without a patch."""
+        patch = self.patch
+        if patch is not None:
+            return patch.changed
+        return self.version.elements if self.version else 0
+
+    @property
+    def density(self) -> float:
+        """Changed elements over elements."""
+        return self.changed / self.version.elements if self.version and self.version.elements else 0.0
+
 
 def to_json(entry: Entry) -> dict[str, Any]:
     """An entry as the root and segments hold it; what the record repeats is left out."""
