@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weightvc.protocol.fsck import FsckReport
     from weightvc.protocol.plan import Plan
     from weightvc.protocol.stored import VersionSource
+    from weightvc.report import Facts
     from weightvc.sources.transform import Transform
     from weightvc.worktree import Status, Verification
 
@@ -423,6 +424,21 @@ class Repository(Publishing, Retention, Recovery):
                 else:
                     sides.append(side)
             return comparison.diff(sides[0], sides[1], **options)
+
+    def report(self, *, count: int = 10_000, sample: int = 8, metrics: Sequence[str] = ()) -> "Facts":
+        """What `weightvc report` draws: the newest `count` versions of all branches and tags, what storing and
+        reading them takes, and what layers change; `metrics` are files that jobs and hosts wrote.
+
+        Reads the catalogue, a list of all objects where that is allowed, 64 MiB of manifests at most, and of the
+        newest `sample` versions of the default branch 128 MiB of the weights each at most. What cannot be had is in
+        `notes`. Raises Corrupt, NotFound, BadFile, StoreError.
+        """
+        from weightvc.report import gather
+        from weightvc.report.metrics import read
+
+        told = [read(path) for path in metrics]
+        with self.snapshot() as root:
+            return gather(self._shelf, root, count=count, sample=sample, told=told)
 
     def files(self, ref: Ref = HEAD) -> dict[str, int]:
         """The files that a checkout would write, with their sizes in bytes."""

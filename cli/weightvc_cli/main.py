@@ -42,6 +42,7 @@ COMMANDS: Final = {
     "maintain": "maintenance",
     "fsck": "recovery",
     "doctor": "doctor",
+    "report": "report",
     "mirror": "mirror",
     "import": "exchange",
     "export": "exchange",
@@ -49,7 +50,7 @@ COMMANDS: Final = {
 }
 SECTIONS: Final = {
     "Weights in and out": ("work", "rollout"),
-    "Look": ("history", "compare"),
+    "Look": ("history", "compare", "report"),
     "Move branches and tags": ("refs",),
     "Keep in order": ("ways", "maintenance", "recovery", "doctor"),
     "Other places": ("mirror", "exchange"),

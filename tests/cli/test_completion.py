@@ -16,7 +16,7 @@ def offered(shell: Shell, line: str, **env: str) -> list[str]:
 
 
 def test_commands_options_and_names(shell: Shell, history: dict[str, str]) -> None:
-    assert offered(shell, "weightvc re") == ["plain,reflog", "plain,reset", "plain,revert"]
+    assert offered(shell, "weightvc re") == ["plain,reflog", "plain,reset", "plain,revert", "plain,report"]
     assert "plain,--oneline" in offered(shell, "weightvc log --o")
     assert offered(shell, "weightvc log ") == ["plain,HEAD", "plain,exp", "plain,main", "plain,v1"]
     assert offered(shell, "weightvc log main e") == ["plain,exp"]

@@ -30,8 +30,9 @@ FILES = (
 )
 MADE = {"PKG-INFO", "setup.cfg"}
 """What setuptools adds to an sdist, beside an egg-info."""
-THEIRS = {"ml_dtypes", "sglang", "transformers", "vllm"}
-"""What the library imports only for who has it: dtypes of numpy, models, and the engines that it plugs into."""
+THEIRS = {"bokeh", "ml_dtypes", "sglang", "transformers", "vllm"}
+"""What is imported only for who has it: what draws reports, dtypes of numpy, models, and the engines that it plugs
+into."""
 WITH = {"botocore": "boto3", "llvmlite": "numba"}
 """What a dependency brings along, by necessity."""
 
