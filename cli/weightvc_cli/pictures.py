@@ -148,6 +148,7 @@ def _finish(out: Pictures, made: Any) -> None:
             if isinstance(one, ColorBar):
                 out.colour(one, background_fill_color="paper", major_label_text_color="ink")
                 one.major_label_text_font_size = "12px"
+                one.major_tick_line_color = None
 
 
 def _bytes_axis(axis: Any) -> None:
@@ -159,9 +160,15 @@ def _hover(out: Any, renderer: Any, tooltips: Sequence[tuple[str, str]], **forma
     for name, kind in formats.items():
         code = _BYTES.replace("IT", "value") if kind == "bytes" else _NUMBER
         formatters[f"@{name}"] = CustomJSHover(code=code)
-    shown = [(label, f"@{what}{{custom}}" if what in formats else f"@{what}") for label, what in tooltips]
+    rows = "".join(
+        f'<tr><td style="color:var(--faint);text-align:right;padding-right:8px">{label}</td>'
+        f"<td>@{{{what}}}{'{custom}' if what in formats else ''}</td></tr>"
+        for label, what in tooltips
+    )
+    # The page's colours, in either theme. What stands for an @ is put in as text.
+    text = f'<table style="background:var(--paper);color:var(--ink);margin:-5px;padding:5px 8px">{rows}</table>'
     renderers = renderer if isinstance(renderer, list) else [renderer]
-    out.add_tools(HoverTool(renderers=renderers, tooltips=shown, formatters=formatters, limit=3))
+    out.add_tools(HoverTool(renderers=renderers, tooltips=text, formatters=formatters, limit=3))
 
 
 # Versions

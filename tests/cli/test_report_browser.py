@@ -136,21 +136,24 @@ def test_what_is_pointed_at_is_told(shell: Shell, told: list[dict[str, Any]]) ->
     browser.found()
     shell.run("report")
     with browser.opened(shell.cwd / "report.html") as page:
-        # Where the first version's marker lies on the screen.
-        at = page.page.evaluate(
-            """() => {
+        # Where the marker of a version of main lies on the screen, by its generation.
+        place = """(version) => {
               const view = Bokeh.index.find_one_by_id(Bokeh.documents[0].get_model_by_name("graph").id);
               const box = view.canvas_view.el.getBoundingClientRect();
-              return [box.left + view.frame.x_scale.compute(0), box.top + view.frame.y_scale.compute(0)];
+              return [box.left + view.frame.x_scale.compute(version), box.top + view.frame.y_scale.compute(0)];
             }"""
-        )
-        page.page.mouse.move(at[0] - 30, at[1])
-        page.page.mouse.move(at[0], at[1], steps=5)
-        tooltip = page.page.locator(".bk-Tooltip").first
-        tooltip.wait_for()
-        text = tooltip.evaluate("(one) => one.shadowRoot.textContent")
-        assert told[-1]["id"][:12] in text
-        assert "message 0" in text
+        for number, message in ((0, "message 0"), (3, HOSTILE)):
+            at = page.page.evaluate(place, number)
+            page.page.mouse.move(at[0] - 30, at[1])
+            page.page.mouse.move(at[0], at[1], steps=5)
+            tooltip = page.page.locator(".bk-Tooltip").first
+            tooltip.wait_for()
+            text = tooltip.evaluate("(one) => one.shadowRoot.textContent")
+            (one,) = [one for one in told if one["message"] == message]
+            assert one["generation"] == number
+            assert one["id"][:12] in text
+            assert message in text
+        assert page.page.evaluate("window.hurt") is None
         assert page.problems == []
 
 
