@@ -125,8 +125,8 @@ def _figure(out: Pictures, name: str, height: int, what: str, **options: Any) ->
 
 def _finish(out: Pictures, made: Any) -> None:
     """Colours of what frames a picture; once all is in it."""
-    made.background_fill_color = made.border_fill_color = None  # the page's own
-    out.colour(made, outline_line_color="grid")
+    # The page's own; and with no fill, bokeh strokes into an outline whatever path it drew last.
+    made.background_fill_color = made.border_fill_color = made.outline_line_color = None
     for axis in made.axis:
         for attribute in ("axis_line_color", "major_tick_line_color"):
             out.colour(axis, **{attribute: "faint"})
@@ -447,7 +447,6 @@ def _scale(made: Any, colours: Any, unit: str) -> None:
 def _ulp(out: Pictures, steps: Mapping[tuple[int, int], int]) -> None:
     exponents = sorted({exponent for exponent, _ in steps})
     moves = list(range(-FAR, FAR + 1))
-    across = {exponent: i for i, exponent in enumerate(exponents)}
     total = Counter[int]()
     for (exponent, _), count in steps.items():
         total[exponent] += count
@@ -457,7 +456,7 @@ def _ulp(out: Pictures, steps: Mapping[tuple[int, int], int]) -> None:
     out.colour(colours, palette="heat")
     source = ColumnDataSource(
         {
-            "x": np.array([across[exponent] for exponent, _ in pairs], np.int32),
+            "x": np.array([exponent for exponent, _ in pairs], np.int32),
             "y": np.array([step for _, step in pairs], np.int32),
             "share": shares,
             "count": np.array([steps[pair] for pair in pairs], np.int64).astype(np.float64),
@@ -471,15 +470,14 @@ def _ulp(out: Pictures, steps: Mapping[tuple[int, int], int]) -> None:
         "ulp",
         420,
         "move, in representable values (ULP)",
-        x_range=Range1d(-0.5, len(exponents) - 0.5, bounds="auto"),
+        x_range=Range1d(exponents[0] - 0.5, exponents[-1] + 0.5, bounds="auto"),
         y_range=Range1d(-FAR - 0.5, FAR + 0.5, bounds="auto"),
     )
     fill = {"field": "share", "transform": colours}
     cells = made.rect("x", "y", 1, 1, source=source, fill_color=fill, line_color=fill)
     tooltips = [("old exponent", "exponent"), ("move", "move"), ("elements", "count"), ("share, %", "share")]
     _hover(made, cells, tooltips, share="number", count="number")
-    made.xaxis.ticker = FixedTicker(ticks=list(range(0, len(exponents), max(1, -(-len(exponents) // 20)))))
-    made.xaxis.major_label_overrides = {i: str(exponent) for exponent, i in across.items()}
+    made.xaxis.ticker = BasicTicker(min_interval=1, desired_num_ticks=16)
     made.xaxis.axis_label = "exponent of the old value (of 2)"
     made.yaxis.ticker = FixedTicker(ticks=[step for step in moves if step % 2])
     made.yaxis.major_label_overrides = {step: move(step) for step in moves}
