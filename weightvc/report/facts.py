@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from weightvc.errors import AccessDenied, RefNotFound, WeightvcError
+from weightvc.errors import AccessDenied, Corrupt, WeightvcError
 from weightvc.history import version_of
 from weightvc.objects import key
 from weightvc.objects.catalogue import Entry
@@ -162,7 +162,7 @@ def _reached(heads: Iterable[str], entries: Mapping[str | None, Entry]) -> list[
         if ident in found:
             continue
         if ident not in entries:
-            raise RefNotFound(f"version {ident[:12]} is not in the catalogue: run `weightvc fsck`")
+            raise Corrupt(f"version {ident[:12]} is referred to and not in the catalogue: run `weightvc fsck`")
         found[ident] = entries[ident]
         waiting += version_of(found[ident]).parents
     return sorted(found.values(), key=lambda e: (-version_of(e).generation, -e.sequence, e.new or ""))
