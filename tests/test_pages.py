@@ -75,11 +75,23 @@ def trainers() -> Iterator[None]:
         assert repository.resolve(other).step == 11
 
 
+def tutorial() -> Iterator[None]:
+    yield
+    with weightvc.open("policy") as repository:
+        assert [version.step for version in repository.log(n=3)] == [16, 19, 18]
+        with pytest.raises(weightvc.Expired):
+            repository.load("main@{step=9}")
+    with weightvc.open("s3://bucket/policy") as repository:
+        assert repository.resolve().step == 26
+        assert repository.verify("slots/current", "main").ok
+
+
 SCENES: Final[dict[str, Callable[[], Iterator[None]]]] = {
     "docs/cli.md": cli,
     "docs/operations.md": operations,
     "docs/rollout.md": rollout,
     "docs/trainers.md": trainers,
+    "docs/tutorial.md": tutorial,
 }
 """What a page takes for granted, and what there is when it has run."""
 
@@ -118,6 +130,7 @@ def test_a_page_runs(page: str, place: Path, s3_server: Server, monkeypatch: pyt
     for typed in TYPED.get(page, ()):
         assert len([block for block in described(page) if typed in block.text]) == 1, typed
     words = {PLACES: f"{place}/", "http://127.0.0.1:8333": s3_server.endpoint_url}
+    words |= dict(zip(("=tutorial", "=only-here"), (f"={one}" for one in s3_server.ADMIN)))
     before = dict(os.environ)
     scene = SCENES.get(page, lambda: iter([None]))()
     try:

@@ -1,7 +1,8 @@
 """The code blocks of README.md and docs/, and how a page is run: its blocks in order, as a reader would type them.
 
 - Blocks of `python` share one process and one namespace; those of `sh` share their directory and exported variables.
-- A block that begins with `# in a second terminal` goes on behind the others until the page ends.
+- A block that begins with `# in a second terminal` goes on behind the others until the page ends, or until one
+  begins with `# with the second terminal stopped`.
 - One that begins with `# not run by the tests: WHY` is only looked at; so is what is not `python` or `sh`.
 - What is indented, or fenced as `text`, is no code: layouts, formulas, what was printed.
 
@@ -9,6 +10,7 @@ This module, run as a program, is that one process.
 """
 
 import configparser
+import contextlib
 import os
 import re
 import shlex
@@ -28,8 +30,11 @@ from weightvc_cli.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
+HERE = re.compile(r"^cat > (\S+) <<'END'\n(.*?)^END$", re.M | re.S)
+"""A file that a block writes."""
 NOT_RUN = "# not run by the tests: "
 BEHIND = "# in a second terminal"
+STOPPED = "# with the second terminal stopped"
 PRELUDE = """
 weightvc() { "$PAGES_PYTHON" -m weightvc_cli "$@"; }
 python() { "$PAGES_PYTHON" "$@"; }
@@ -92,7 +97,10 @@ def check(block: Block) -> None:
         compile(block.text, str(block), "exec")
     elif block.language == "sh":
         subprocess.run(["bash", "-n", "-c", block.text], check=True)
-        for words in simple_commands(block.text):
+        for name, script in HERE.findall(block.text):
+            if name.endswith(".py"):
+                compile(script, str(block), "exec")
+        for words in simple_commands(HERE.sub("", block.text)):
             check_command(words)
     elif block.language == "ini":
         unit = configparser.ConfigParser(strict=False, interpolation=None)
@@ -190,7 +198,10 @@ def run(page: str, words: Mapping[str, str], elsewhere: tuple[str, ...]) -> None
             print(f"--- {block}, {time.monotonic() - started:.1f} s", flush=True)
             if block.language == "python":
                 exec(compile("\n" * block.line + text, page, "exec"), namespace)
-            elif text.startswith(BEHIND):
+                continue
+            if text.startswith(STOPPED):
+                stop(behind)
+            if text.startswith(BEHIND):
                 behind.append(
                     subprocess.Popen(["bash", "-euo", "pipefail", "-c", PRELUDE + text], start_new_session=True)
                 )
@@ -198,10 +209,17 @@ def run(page: str, words: Mapping[str, str], elsewhere: tuple[str, ...]) -> None
                 shell(text)
             sys.stdout.flush()
     finally:
-        for process in behind:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(30)
+        stop(behind)
     print(f"--- {page} took {time.monotonic() - started:.1f} s", flush=True)
+
+
+def stop(behind: "list[subprocess.Popen[bytes]]") -> None:
+    """End what goes on, each with what it started."""
+    while behind:
+        process = behind.pop()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
 
 
 def shell(text: str) -> None:
