@@ -22,7 +22,7 @@ TYPED: Final = {
     "docs/operations.md": ("--rebuild-root", "/other/aside"),  # tests/cli/test_operations.py
 }
 """Blocks that tests of their own run, by something that stands in them."""
-PLACES: Final = r"(?<![\w.:/])/(?=(local|srv|shared|var/log)/)"
+PLACES: Final = r"(?<![\w.:/])/(?=(local|srv|shared|models|var/log)/)"
 """Roots of a host, which are in the test's directory here."""
 CODE: Final = re.compile(
     r"weightvc |export |pip |python3? |import |from \w+ import|set -|\$ |\[\w+\]$|\w+ = \w+\.\w+\("
@@ -75,6 +75,27 @@ def trainers() -> Iterator[None]:
         assert repository.resolve(other).step == 11
 
 
+def migration() -> Iterator[None]:
+    steps = (100, 200, 300)
+    for step in steps:
+        saved(Path(f"runs/checkpoint-{step}"), step // 100)
+        Path(f"runs/checkpoint-{step}/optimizer.pt").write_bytes(b"left out")
+        Path(f"runs/checkpoint-{step}/trainer_state.json").write_text("{}")
+    with weightvc.init("slime") as repository:
+        for step in steps:
+            repository.commit(f"runs/checkpoint-{step}", step=step, exclude=["optimizer.*", "*.json"])
+        for made in weightvc.Export(repository, "shared/delta-updates").run():
+            assert made.full is (made.number == 1)
+    Path("models").mkdir()
+    Path("shared/delta-updates/weight_v000001").rename("models/policy-hf")
+    yield
+    held = [Path(f"runs/checkpoint-{step}/model.safetensors").read_bytes() for step in steps]
+    assert [Path(f"plain/checkpoint-{step}/model.safetensors").read_bytes() for step in steps] == held
+    with weightvc.open("policy") as first, weightvc.open("from-slime") as second:
+        assert [version.tree for version in first.log()] == [version.tree for version in second.log()]
+        assert [version.tree for version in first.log("again", n=3)] == [version.tree for version in first.log()]
+
+
 def tutorial() -> Iterator[None]:
     yield
     with weightvc.open("policy") as repository:
@@ -88,6 +109,7 @@ def tutorial() -> Iterator[None]:
 
 SCENES: Final[dict[str, Callable[[], Iterator[None]]]] = {
     "docs/cli.md": cli,
+    "docs/migration.md": migration,
     "docs/operations.md": operations,
     "docs/rollout.md": rollout,
     "docs/trainers.md": trainers,
