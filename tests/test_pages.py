@@ -59,6 +59,14 @@ def operations() -> Iterator[None]:
     assert weightvc.open("s3://near/policy").resolve("main").step == 9000
 
 
+def report() -> Iterator[None]:
+    committed("s3://bucket/policy", range(3))
+    yield
+    page = Path("report.html").read_text()
+    assert "Pulls of hosts" in page
+    assert "Runs of jobs" in page
+
+
 def rollout() -> Iterator[None]:
     committed("s3://bucket/policy", range(4))
     yield
@@ -111,6 +119,7 @@ SCENES: Final[dict[str, Callable[[], Iterator[None]]]] = {
     "docs/cli.md": cli,
     "docs/migration.md": migration,
     "docs/operations.md": operations,
+    "docs/report.md": report,
     "docs/rollout.md": rollout,
     "docs/trainers.md": trainers,
     "docs/tutorial.md": tutorial,
