@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from weightvc.errors import BranchMoved, Conflict, Expired, NotPublished, Refused, StateUnknown, WeightvcWarning
 from weightvc.history import HEAD, RESTARTS, History, Ref, check_no_tag, version_of
@@ -32,6 +32,16 @@ if TYPE_CHECKING:
 Labels = tuple[str, int | None, str | None, Mapping[str, Any] | None]
 """Message, step, run and metadata."""
 _log: Final = logging.getLogger("weightvc")
+
+
+class Sharded(NamedTuple):
+    """What is asked of a commit that all ranks make."""
+
+    branch: str
+    labels: Labels
+    base: bool
+    codec: str
+    transform: "Transform | None"
 
 
 class Publishing(History):
@@ -124,6 +134,7 @@ class Publishing(History):
         run: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         dtype: Any = None,
+        transform: "Transform | None" = None,
         on_conflict: Literal["raise", "rebase"] = "raise",
         base: bool = False,
         codec: Literal["small", "fast", "auto"] = "small",
@@ -137,7 +148,8 @@ class Publishing(History):
 
         At the end of the block they are committed, as commit() does it, and `out.version` is the version. If the
         block ends in an error, or an add() has raised one, nothing is published. Tensors may come in any order; a
-        name that comes twice is refused. Arguments are those of commit().
+        name that comes twice is refused. Arguments are those of commit(). A transform is given what one add(), or one
+        add_all(), was given, and what it makes of that is added.
 
         With `ranks` (as of commit_sharded()), all ranks have such a block, and add different tensors, or different
         parts of them; at the end, where all have to come, it is committed as commit_sharded() does it, and a tensor
@@ -146,9 +158,11 @@ class Publishing(History):
         Raises Refused, and without ranks Fenced and NotPublished (as commit() does), at once; at the end of the block
         what commit() or commit_sharded() raises.
         """
+        from weightvc.sources.transform import checked
         from weightvc.writer import Writer
 
-        labels = self._asked(branch, on_conflict, codec, message, step, run, metadata)
+        said = checked(transform, dtype, metadata)
+        labels = self._asked(branch, on_conflict, codec, message, step, run, said)
         cache = self._shelf.cache
         directory = None if cache is None else cache.directory
         if ranks is not None:
@@ -157,13 +171,12 @@ class Publishing(History):
             if on_conflict != "raise":
                 raise Refused("on_conflict is not for ranks: see what moved the branch, and add all again")
             opened = open_ranks(ranks)
+            asked = Sharded(branch, labels, base, codec, transform)
 
             def together(added: "Callable[[], Added]") -> Version:
-                return self._commit_shards(
-                    added, opened, branch=branch, labels=labels, base=base, codec=codec, replicas=False
-                )
+                return self._commit_shards(added, opened, asked, replicas=False)
 
-            return Writer(together, directory=directory, dtype=dtype, apart=True)
+            return Writer(together, directory=directory, dtype=dtype, transform=transform, apart=True)
         self.flush()
         root = self.refresh()
         # Who is fenced off hears of it before he has exported everything.
@@ -172,9 +185,10 @@ class Publishing(History):
         def commit(added: "Callable[[], Added]") -> Version:
             source = added()
             self.flush()
-            return self._commit_next(source, branch, on_conflict, base, codec, labels, castable=dtype is None)
+            castable = dtype is None and transform is None
+            return self._commit_next(source, branch, on_conflict, base, codec, labels, castable=castable)
 
-        return Writer(commit, directory=directory, dtype=dtype, apart=False)
+        return Writer(commit, directory=directory, dtype=dtype, transform=transform, apart=False)
 
     def commit_sharded(
         self,
@@ -187,6 +201,7 @@ class Publishing(History):
         run: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         dtype: Any = None,
+        transform: "Transform | None" = None,
         base: bool = False,
         codec: Literal["small", "fast", "auto"] = "small",
     ) -> Version:
@@ -196,7 +211,8 @@ class Publishing(History):
         one rank, or the same on several. `ranks` is a process group of torch.distributed that can move bytes between
         CPUs (gloo), None for the default one, or a weightvc.ranks.Ranks of your own. Each rank opens the repository
         for itself. The other arguments are those of commit(), and rank 0's count. Do not change the tensors before
-        it returns.
+        it returns. A transform is called on each rank, with what that has: what is done to a DTensor is done to the
+        whole of it, by all ranks together. It gives what this rank has of what is served.
 
         Each rank reads, hashes, diffs and uploads its own part; rank 0 publishes once all have. The version is that
         of the whole model: its tree is what commit() makes of the gathered tensors. A rank keeps its part of the last
@@ -210,25 +226,25 @@ class Publishing(History):
         from weightvc.ranks import open_ranks
         from weightvc.sources.shards import Shards, open_shards
 
-        labels = self._asked(branch, "raise", codec, message, step, run, metadata)
-
-        def opened() -> Shards:
-            return open_shards(tensors, dtype)
-
-        return self._commit_shards(
-            opened, open_ranks(ranks), branch=branch, labels=labels, base=base, codec=codec, replicas=True
+        asked = self._asked_sharded(
+            branch=branch,
+            message=message,
+            step=step,
+            run=run,
+            metadata=metadata,
+            dtype=dtype,
+            transform=transform,
+            base=base,
+            codec=codec,
         )
 
+        def opened() -> Shards:
+            return open_shards(tensors, dtype, transform)
+
+        return self._commit_shards(opened, open_ranks(ranks), asked, replicas=True)
+
     def _commit_shards(
-        self,
-        shards: "Callable[[], Shards | Added]",
-        ranks: "Ranks",
-        *,
-        branch: str,
-        labels: Labels,
-        base: bool,
-        codec: str,
-        replicas: bool,
+        self, shards: "Callable[[], Shards | Added]", ranks: "Ranks", asked: "Sharded", *, replicas: bool
     ) -> Version:
         from weightvc.protocol.commit import Labels as Said
         from weightvc.sharding import Sharding
@@ -243,10 +259,11 @@ class Publishing(History):
             self,
             opened,
             ranks,
-            branch=branch,
-            labels=Said(*labels, self.author),
-            base=base,
-            codec=codec,
+            branch=asked.branch,
+            labels=Said(*asked.labels, self.author),
+            base=asked.base,
+            codec=asked.codec,
+            transform=asked.transform,
             replicas=replicas,
         )
 
@@ -364,6 +381,26 @@ class Publishing(History):
         check_names(names)
         check_queue(queue, when_full)
         return self._asked(branch, on_conflict, codec, message, step, run, metadata)
+
+    def _asked_sharded(
+        self,
+        *,
+        branch: str,
+        message: str,
+        step: Any,
+        run: str | None,
+        metadata: Mapping[str, Any] | None,
+        dtype: Any,
+        transform: Any,
+        base: bool,
+        codec: str,
+        **_: Any,
+    ) -> "Sharded":
+        """What commit_sharded() is asked for, checked."""
+        from weightvc.sources.transform import checked
+
+        labels = self._asked(branch, "raise", codec, message, step, run, checked(transform, dtype, metadata))
+        return Sharded(branch, labels, base, codec, transform)
 
     def _asked(
         self,
@@ -535,14 +572,27 @@ class Publishing(History):
 
 def check_async(repository: Any, options: Mapping[str, Any]) -> None:
     """Raise Refused for what is no repository, and for options that commit_async() would refuse for any source."""
+    asked = _bound(Publishing.commit_async, repository, options)
+    repository._asked_behind(**asked)
+
+
+def check_sharded(repository: Any, options: Mapping[str, Any]) -> Sharded:
+    """What options of commit_sharded() ask for, for who has shards in another form than it takes. Raises Refused."""
+    asked = _bound(Publishing.commit_sharded, repository, options)
+    sharded: Sharded = repository._asked_sharded(**asked)
+    return sharded
+
+
+def _bound(method: Callable[..., Any], repository: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a method. Raises Refused for those that it has not, and for what is no repository."""
     if not isinstance(repository, Publishing):
         raise Refused(f"repository={repository!r:.100}: give a Repository, such as weightvc.open() returns")
     try:
-        asked = inspect.signature(Publishing.commit_async).bind(repository, None, **options)
+        asked = inspect.signature(method).bind(repository, None, **options)
     except TypeError as error:
-        raise Refused(f"{error}: give options of Repository.commit_async()") from None
+        raise Refused(f"{error}: give options of Repository.{method.__name__}()") from None
     asked.apply_defaults()
-    repository._asked_behind(**asked.kwargs)
+    return asked.kwargs
 
 
 def check_choices(on_conflict: str, codec: str) -> None:
