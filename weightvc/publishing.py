@@ -2,21 +2,21 @@
 
 import inspect
 import logging
-import operator
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from weightvc import options
 from weightvc.errors import BranchMoved, Conflict, Expired, NotPublished, Refused, StateUnknown, WeightvcWarning
 from weightvc.history import HEAD, RESTARTS, History, Ref, check_no_tag, version_of
-from weightvc.objects import key, version
+from weightvc.objects import key
 from weightvc.objects.catalogue import CLAIM, Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version, check_words
-from weightvc.protocol import coder
+from weightvc.options import Labels, Sharded
 from weightvc.protocol.refs import Refs, check_name, moved, promised
 
 if TYPE_CHECKING:
@@ -29,19 +29,7 @@ if TYPE_CHECKING:
     from weightvc.sources.transform import Transform
     from weightvc.writer import Added, Writer
 
-Labels = tuple[str, int | None, str | None, Mapping[str, Any] | None]
-"""Message, step, run and metadata."""
 _log: Final = logging.getLogger("weightvc")
-
-
-class Sharded(NamedTuple):
-    """What is asked of a commit that all ranks make."""
-
-    branch: str
-    labels: Labels
-    base: bool
-    codec: str
-    transform: "Transform | None"
 
 
 class Publishing(History):
@@ -91,7 +79,8 @@ class Publishing(History):
         from weightvc.sources.files import FileSource
         from weightvc.sources.module import SavedSource
 
-        labels = self._asked_behind(
+        labels = options.behind(
+            self.author,
             branch=branch,
             message=message,
             step=step,
@@ -158,11 +147,20 @@ class Publishing(History):
         Raises Refused, and without ranks Fenced and NotPublished (as commit() does), at once; at the end of the block
         what commit() or commit_sharded() raises.
         """
-        from weightvc.sources.transform import checked
         from weightvc.writer import Writer
 
-        said = checked(transform, dtype, metadata)
-        labels = self._asked(branch, on_conflict, codec, message, step, run, said)
+        labels = options.labels(
+            self.author,
+            branch=branch,
+            message=message,
+            step=step,
+            run=run,
+            metadata=metadata,
+            dtype=dtype,
+            transform=transform,
+            on_conflict=on_conflict,
+            codec=codec,
+        )
         cache = self._shelf.cache
         directory = None if cache is None else cache.directory
         if ranks is not None:
@@ -226,7 +224,8 @@ class Publishing(History):
         from weightvc.ranks import open_ranks
         from weightvc.sources.shards import Shards, open_shards
 
-        asked = self._asked_sharded(
+        asked = options.sharded(
+            self.author,
             branch=branch,
             message=message,
             step=step,
@@ -244,7 +243,7 @@ class Publishing(History):
         return self._commit_shards(opened, open_ranks(ranks), asked, replicas=True)
 
     def _commit_shards(
-        self, shards: "Callable[[], Shards | Added]", ranks: "Ranks", asked: "Sharded", *, replicas: bool
+        self, shards: "Callable[[], Shards | Added]", ranks: "Ranks", asked: Sharded, *, replicas: bool
     ) -> Version:
         from weightvc.protocol.commit import Labels as Said
         from weightvc.sharding import Sharding
@@ -351,84 +350,6 @@ class Publishing(History):
             if self._behind is None:
                 self._behind = Publisher(), Arenas()
             return self._behind
-
-    def _asked_behind(
-        self,
-        *,
-        branch: str,
-        message: str,
-        step: Any,
-        run: str | None,
-        metadata: Mapping[str, Any] | None,
-        dtype: Any,
-        names: Any,
-        transform: Any,
-        on_conflict: str,
-        codec: str,
-        queue: Any,
-        when_full: Any,
-        **_: Any,
-    ) -> Labels:
-        """What _asked() gives, for commit_async(), whose options are checked: all that can be without a source."""
-        from weightvc.publisher import check_queue
-        from weightvc.sources.cast import target
-        from weightvc.sources.module import check_names
-        from weightvc.sources.transform import checked
-
-        metadata = checked(transform, dtype, metadata)
-        if dtype is not None:
-            target(dtype)
-        check_names(names)
-        check_queue(queue, when_full)
-        return self._asked(branch, on_conflict, codec, message, step, run, metadata)
-
-    def _asked_sharded(
-        self,
-        *,
-        branch: str,
-        message: str,
-        step: Any,
-        run: str | None,
-        metadata: Mapping[str, Any] | None,
-        dtype: Any,
-        transform: Any,
-        base: bool,
-        codec: str,
-        **_: Any,
-    ) -> "Sharded":
-        """What commit_sharded() is asked for, checked."""
-        from weightvc.sources.transform import checked
-
-        labels = self._asked(branch, "raise", codec, message, step, run, checked(transform, dtype, metadata))
-        return Sharded(branch, labels, base, codec, transform)
-
-    def _asked(
-        self,
-        branch: str,
-        on_conflict: str,
-        codec: str,
-        message: str,
-        step: Any,
-        run: str | None,
-        metadata: Mapping[str, Any] | None,
-    ) -> Labels:
-        """What a commit says of itself, in copies; all that was asked for is checked. Raises Refused, BadName."""
-        said = version.make(
-            tree="0" * 64,
-            layout=None,
-            parents=(),
-            step=step_of(step),
-            run=run,
-            message=message,
-            author=self.author,
-            metadata=metadata,
-            elements=0,
-            nbytes=0,
-        )
-        check_choices(on_conflict, codec)
-        if branch != HEAD:
-            check_name(branch)
-        return said.message, said.step, said.run, said.metadata
 
     def _commit(
         self,
@@ -570,44 +491,25 @@ class Publishing(History):
         )
 
 
-def check_async(repository: Any, options: Mapping[str, Any]) -> None:
+def check_async(repository: Any, given: Mapping[str, Any]) -> None:
     """Raise Refused for what is no repository, and for options that commit_async() would refuse for any source."""
-    asked = _bound(Publishing.commit_async, repository, options)
-    repository._asked_behind(**asked)
+    asked = _bound(Publishing.commit_async, repository, given)
+    options.behind(repository.author, **asked)
 
 
-def check_sharded(repository: Any, options: Mapping[str, Any]) -> Sharded:
+def check_sharded(repository: Any, given: Mapping[str, Any]) -> Sharded:
     """What options of commit_sharded() ask for, for who has shards in another form than it takes. Raises Refused."""
-    asked = _bound(Publishing.commit_sharded, repository, options)
-    sharded: Sharded = repository._asked_sharded(**asked)
-    return sharded
+    asked = _bound(Publishing.commit_sharded, repository, given)
+    return options.sharded(repository.author, **asked)
 
 
-def _bound(method: Callable[..., Any], repository: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(method: Callable[..., Any], repository: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a method. Raises Refused for those that it has not, and for what is no repository."""
     if not isinstance(repository, Publishing):
         raise Refused(f"repository={repository!r:.100}: give a Repository, such as weightvc.open() returns")
     try:
-        asked = inspect.signature(method).bind(repository, None, **options)
+        asked = inspect.signature(method).bind(repository, None, **given)
     except TypeError as error:
         raise Refused(f"{error}: give options of Repository.{method.__name__}()") from None
     asked.apply_defaults()
     return asked.kwargs
-
-
-def check_choices(on_conflict: str, codec: str) -> None:
-    """Raise Refused for what commit() has no meaning for."""
-    if on_conflict not in ("raise", "rebase"):
-        raise Refused(f'on_conflict={on_conflict!r:.100}: give "raise" or "rebase"')
-    if codec not in coder.POLICIES:
-        raise Refused(f"codec={codec!r:.100}: give one of {', '.join(coder.POLICIES)}")
-
-
-def step_of(step: Any) -> Any:
-    """A step as an int, if it is an integer of another kind, such as numpy's; else itself, to be refused."""
-    if isinstance(step, bool):
-        return step
-    try:
-        return operator.index(step)
-    except TypeError:
-        return step
