@@ -8,13 +8,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test test-ceph lint types unit fuzz soak bench clean
+.PHONY: demo test test-ceph lint types docs unit fuzz soak bench clean
 
 demo: $(STAMP)
 	rm -rf .demo
 	$(BIN)/python examples/demo/demo.py .demo
 
-test: lint types unit
+test: lint types docs unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -23,6 +23,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy examples/demo/*.py
+	$(BIN)/mypy docs/site/pages.py
+
+# The site, in .site: a link or a name that leads nowhere is an error. Nothing is fetched.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 # WEIGHTVC_CHAIN, if set, names a directory with real checkpoints, which are tested with as well.
 unit: $(STAMP)
@@ -58,5 +63,5 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .ceph .demo .fuzz build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .ceph .demo .fuzz .site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

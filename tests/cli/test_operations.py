@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Shell, checkpoint, command
+from tests.kit.pages import ROOT, blocks
 
-DOCS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+PAGE = "docs/operations.md"
+DOCS = (ROOT / PAGE).read_text()
 
 
 def typed(shell: Shell, text: str, code: int = 0, **words: str) -> str:
@@ -80,8 +82,8 @@ def test_the_root_is_lost(shell: Shell, history: dict[str, str], copied: bool) -
     made = shell.commit(4)
     root = shell.cwd / ".weightvc" / "root"
     root.write_bytes(root.read_bytes()[:100])
-    (block,) = re.findall(r"\n\n((?:    weightvc fsck .*\n){3})\nWithout `--adopt`", DOCS)
-    says, adopting, after = (line.partition("  ")[0] for line in (line.strip() for line in block.splitlines()))
+    (block,) = [block for block in blocks(PAGE, "sh") if "--rebuild-root" in block.text]
+    says, adopting, after = (line.partition("  ")[0] for line in block.text.splitlines())
     assert "root: " in typed(shell, says, 7)
     assert made[:12] in typed(shell, adopting)
     assert "whole\n" in typed(shell, after)
@@ -141,8 +143,8 @@ def test_an_object_lies_on_another_disk_until_there_is_room(shell: Shell) -> Non
         large(shell, seed, "--base")
     other = shell.cwd / "other"
     other.mkdir()
-    (block,) = re.findall(r"\n\n((?:    .*\n)*    .*ln -s /other/aside(?:.*\n)(?:    .*\n)*)", DOCS)
-    filled = block.replace("/other/aside", str(other / "aside"))
+    (block,) = [block for block in blocks(PAGE, "sh") if "ln -s /other/aside" in block.text]
+    filled = block.text.replace("/other/aside", str(other / "aside"))
     script = re.sub(r"\bN\b", "1", filled.replace("REPOSITORY", ".weightvc"))
     done = subprocess.run(
         ["bash", "-c", f'set -e\nweightvc() {{ {shlex.join(command())} "$@"; }}\n{script}'],
@@ -181,7 +183,8 @@ def test_the_first_line_and_the_job(shell: Shell, tmp_path: Path) -> None:
     shell.env["WEIGHTVC_REPO"] = str(shell.cwd / "policy")
     for i in range(3):
         shell.commit(i)
-    (first, job) = (line.strip() for line in DOCS.partition("\n## One job\n\n")[2].splitlines()[:2])
+    (block,) = [block for block in blocks(PAGE, "sh") if "weightvc maintain" in block.text]
+    first, job = block.text.splitlines()
     shell.run(*shlex.split(first.replace("s3://bucket/policy", "policy"))[1:])
     lines = tmp_path / "lines"
     shell.run(

@@ -1,6 +1,5 @@
 """The commands that docs/trainers.md has for a trainer that cannot be changed, beside a real one."""
 
-import re
 import shlex
 from pathlib import Path
 
@@ -8,17 +7,15 @@ import pytest
 import torch
 
 from tests.cli.conftest import Shell, shell
+from tests.kit.pages import blocks
 
 __all__ = ["shell"]
-
-TRAINERS = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
 
 
 def documented() -> list[str]:
     """The arguments of the line for a Trainer, without those that have it go on for ever."""
-    found = re.search(r"^    (weightvc import out (?:.*\\\n)*.*)\n", TRAINERS, re.MULTILINE)
-    assert found is not None
-    words = shlex.split(found[1].replace("\\\n", " "))
+    (block,) = [block for block in blocks("docs/trainers.md", "sh") if "import out" in block.text]
+    words = shlex.split(block.text.replace("\\\n", " "), comments=True)
     return [word for word in words[1:] if word != "--follow"]
 
 

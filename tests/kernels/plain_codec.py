@@ -3,9 +3,12 @@
 It shares no line with the kernels, so a payload that both read alike is laid out as documented.
 """
 
+import struct
+
 import zstandard
 
 RAW, PLANES, SPARSE, DENSE = 1, 2, 3, 4
+LANES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class Reader:
@@ -56,10 +59,10 @@ class Reader:
 
 def decode(codec: int, payload: bytes, old: bytes, lane: int) -> bytes:
     """The new block that `payload` makes of `old` (of which RAW and PLANES use the length alone)."""
-    bits = 8 * lane
-    count = len(old) // lane
-    before = [int.from_bytes(old[lane * i : lane * i + lane], "little") for i in range(count)]
-    reader = Reader(payload)
+    if codec == RAW:
+        return payload
+    bits, count, reader = 8 * lane, len(old) // lane, Reader(payload)
+    lanes = f"<{count}{LANES[lane]}"
 
     def mirror(x: int) -> int:
         return x ^ (2 ** (bits - 1) - 1) if x >> (bits - 1) else x
@@ -70,15 +73,15 @@ def decode(codec: int, payload: bytes, old: bytes, lane: int) -> bytes:
         step = -(delta + 1) // 2 if delta % 2 else delta // 2
         return mirror((mirror(x) + step) % 2**bits)
 
-    if codec == RAW:
-        return payload
+    after = list(struct.unpack(lanes, old))
     if codec == PLANES:
-        planes = [reader.section(count) for _ in range(lane)]
-        after = [sum(plane[i] << (8 * j) for j, plane in enumerate(planes)) for i in range(count)]
+        joined = bytearray(count * lane)
+        for j in range(lane):
+            joined[j::lane] = reader.section(count)
+        after = list(struct.unpack(lanes, joined))
         if lane > 1:
             after = [x >> 1 | (x & 1) << (bits - 1) for x in after]
     elif codec == SPARSE:
-        after = before
         if payload:
             mode = reader.take(1)[0]
             changes = reader.varint()
@@ -86,13 +89,13 @@ def decode(codec: int, payload: bytes, old: bytes, lane: int) -> bytes:
             gaps, deltas = reader.numbers(changes), reader.numbers(changes)
             for gap, delta in zip(gaps, deltas):
                 at += gap + 1
-                after[at] = apply(mode, before[at], delta)
+                after[at] = apply(mode, after[at], delta)
     else:
         assert codec == DENSE
         mode = reader.take(1)[0]
-        after = [apply(mode, x, delta) for x, delta in zip(before, reader.numbers(count))]
+        after = [apply(mode, x, delta) for x, delta in zip(after, reader.numbers(count))]
     assert not reader.rest
-    return b"".join(x.to_bytes(lane, "little") for x in after)
+    return struct.pack(lanes, *after)
 
 
 def varint(value: int) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import zstandard
 
+import weightvc_kernels as kernels
 from weightvc.errors import BadFile, BadTensor, Corrupt, Refused, Unsupported
 from weightvc.objects import catalogue, dtypes, frame, layout, manifest, root, schema, version
 from weightvc.objects.catalogue import Entry
@@ -313,6 +314,26 @@ def test_a_block_has_lanes_of_one_width() -> None:
     for counts in ([4], [3, 1], [1, 2, 1], [2, 2]):
         with pytest.raises(Corrupt, match=r"it is corrupt.*two widths"):
             manifest.check_blocks(manifest.Stream(counts, [1] * len(counts)).seal(), mixed, "it")
+
+
+def test_a_context_block_has_one_dtype() -> None:
+    mixed = of(("BF16", 4), ("BF16", 4), ("F16", 4))
+    for counts, codecs in (([2, 1], [manifest.CONTEXT] * 2), ([1, 2], [manifest.CONTEXT, kernels.SPARSE])):
+        manifest.check_blocks(manifest.Stream(counts, codecs).seal(), mixed, "it")
+    for counts in ([1, 2], [3]):
+        with pytest.raises(Corrupt, match=r"it is corrupt.*CONTEXT"):
+            manifest.check_blocks(manifest.Stream(counts, [manifest.CONTEXT] * len(counts)).seal(), mixed, "it")
+
+
+def test_a_block_that_is_the_same_has_no_payload() -> None:
+    def decoded(codec: int) -> Any:
+        return manifest.decode(
+            frame.encode(frame.MANIFEST, MANIFEST, [bytes(32), index([1], [codec], [3]), b"abc"]), "it"
+        )
+
+    assert decoded(kernels.RAW).patch.stream.lengths == [3]
+    with pytest.raises(Corrupt, match=r"it.*SAME"):
+        decoded(manifest.SAME)
 
 
 def test_a_block_has_at_most_64_mib() -> None:

@@ -153,7 +153,9 @@ def test_files_are_committed_as_they_are_or_refused(repository, gate, tmp_path):
     expected = repository.commit(tmp_path, branch="other")
     assert repository.commit_async(tmp_path).result(60).layout == expected.layout
     gate.shut()
-    future = repository.commit_async(tmp_path, step=2)
+    repository.commit_async({"w": torch.zeros(4)}, branch="other")
+    assert gate.reached.wait(60)
+    future = repository.commit_async(tmp_path, step=2)  # waits for the one before, and has read no weights yet
     write_shards(tmp_path, {("", "w"): flipped(weights["", "w"], 0.1, 1)}, 1)
     gate.open.set()
     with pytest.raises(BadFile, match="changed"):

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import weightvc
+from tests.kit.pages import blocks
 from tests.kit.ranks import Job, processes
-from tests.test_readme import blocks
 from weightvc import Transform, hooks
 from weightvc.errors import BadName, BadTensor, NotPublished, Refused
 from weightvc.ranks import Alone
@@ -401,10 +401,10 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the example has defined, once it has run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (code,) = [block for block in blocks("python", "docs/trainers.md") if "float8" in block]
+    (block,) = [block for block in blocks("docs/trainers.md", "python") if "float8" in block.text]
     torch.manual_seed(0)
     namespace: dict[str, Any] = {}
-    exec(compile(code, "docs/trainers.md", "exec"), namespace)
+    exec(compile(block.text, "docs/trainers.md", "exec"), namespace)
     return namespace
 
 

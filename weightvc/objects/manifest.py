@@ -223,6 +223,8 @@ def _stream(head: dict[str, Any], index: memoryview, inline: memoryview, chunks:
     stored = stream.starts[-1] if packs else len(inline)
     if 0 in counts or stream.first[-1] != chunks or stored != stream.nbytes or (packs and len(inline)):
         raise Corrupt(f"{what} is corrupt: its blocks do not add up")
+    if any(size and codec == SAME for size, codec in zip(lengths, codecs)):
+        raise Corrupt(f"{what} is corrupt: a SAME block has a payload")
     borders = set(stream.offsets)
     if any(start not in borders for start in stream.starts):
         raise Corrupt(f"{what} is corrupt: a pack ends inside a block")
@@ -230,15 +232,19 @@ def _stream(head: dict[str, Any], index: memoryview, inline: memoryview, chunks:
 
 
 def check_blocks(stream: Stream, schema: Schema, what: str) -> None:
-    """Raise Corrupt naming `what` unless the blocks cover a schema's chunks, each having one lane width and at most
-    BLOCK_LIMIT bytes. Takes memory by the number of blocks alone: to be called before the schema's positions are
-    asked for, unless Tree has seen that there is a digest a chunk."""
+    """Raise Corrupt naming `what` unless the blocks cover a schema's chunks, each having one lane width (in CONTEXT
+    one dtype) and at most BLOCK_LIMIT bytes. Takes memory by the number of blocks alone: to be called before the
+    schema's positions are asked for, unless Tree has seen that there is a digest a chunk."""
     if stream.first[-1] != schema.chunks:
         raise Corrupt(f"{what} is corrupt: blocks of {stream.first[-1]} chunks where its schema has {schema.chunks}")
     borders = set(stream.first)
     for chunk in schema.lane_borders:
         if chunk not in borders:
             raise Corrupt(f"{what} is corrupt: a block has lanes of two widths, at chunk {chunk}")
+    if CONTEXT in stream.codecs:
+        for chunk, _ in schema.dtype_runs:
+            if chunk not in borders and stream.codecs[stream.block_of(chunk)] == CONTEXT:
+                raise Corrupt(f"{what} is corrupt: a CONTEXT block has two dtypes, at chunk {chunk}")
     if max(stream.counts, default=0) * CHUNK > BLOCK_LIMIT:
         for low, high in pairwise(stream.first):
             if schema.position(high) - schema.position(low) > BLOCK_LIMIT:
