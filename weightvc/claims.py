@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
+from weightvc.pool import beside
+
 T = TypeVar("T")
 
 PULSE: Final = 0.5
@@ -69,7 +71,7 @@ def _turn(path: Path, look: Callable[[], object]) -> Iterator[None]:
                 seen, since = _seen(path), now
     ours = _seen(path)
     done = threading.Event()
-    threading.Thread(target=_touch, args=(path, done), name="weightvc-claim", daemon=True).start()
+    beside("weightvc-claim", _touch, path, done)
     try:
         yield
     finally:

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 from weightvc.objects import dtypes
 from weightvc.objects.schema import CHUNK, Schema
+from weightvc.pool import Pool
 from weightvc.protocol import coder, parallel
 from weightvc.sources import open_source
 from weightvc.sources.base import Source
@@ -146,7 +146,7 @@ def _diff(old: Source, new: Source, progress: Callable[[int, int], None] | None)
 
     coding = coder.Coder()
     done = 0
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-diff") as pool:
+    with Pool(parallel.workers(), "weightvc-diff") as pool:
         if ours.nbytes >= coder.CONTEXT_FROM:
             coding.learn(parallel.ordered(pool, sample, blocks[4::8] or blocks, 16))
         for (low, high), nbytes, changed, found in parallel.ordered(pool, work, blocks, 2 * parallel.workers() + 2):

@@ -9,9 +9,9 @@ the version, `dcp/KEY.pt`, and is given back as it is. Nothing here unpickles it
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from urllib.parse import quote, unquote
 
 import torch
@@ -42,6 +42,7 @@ from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.version import Version
 from weightvc.protocol.stored import VersionSource
+from weightvc.publishing import check_sharded
 from weightvc.ranks import Ranks, open_ranks
 from weightvc.sources.cast import target
 from weightvc.sources.memory import torch_kind
@@ -72,19 +73,13 @@ class Writer(StorageWriter):
         self,
         repository: "Repository",
         *,
-        branch: str = HEAD,
-        message: str = "",
-        step: int | None = None,
-        run: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        dtype: Any = None,
-        base: bool = False,
-        codec: Literal["small", "fast", "auto"] = "small",
         keys: Iterable[str] | None = None,
         names: Callable[[str], str] | None = None,
         ranks: Any = None,
+        **options: Any,
     ) -> None:
-        """Arguments are those of commit_sharded(), and rank 0's count, but for these.
+        """`options` are those of Repository.commit_sharded(), of which rank 0's count; but no transform, since dcp
+        hands over pieces of tensors.
 
         `keys` are the keys of the state dict that are published, each with all below it ("model" has "model.norm");
         the others are left out. Without it, all are published, and a state dict with an optimizer's state is refused:
@@ -96,15 +91,17 @@ class Writer(StorageWriter):
         self.version: Version | None = None
         """What the last save has published."""
         self._repository = repository
-        self._branch = branch
-        self._labels = repository._asked(branch, "raise", codec, message, step, run, metadata)
-        if dtype is not None:
-            target(dtype)
+        self._asked = check_sharded(repository, options)
+        self._dtype = options.get("dtype")
+        if self._dtype is not None:
+            target(self._dtype)
+        if self._asked.transform is not None:
+            raise Refused(
+                "transform= is for whole tensors, and dcp hands over pieces: give dcp.save() what the transform's "
+                "function makes of the state dict, or use Repository.commit_sharded(transform=)"
+            )
         if isinstance(keys, str):
             raise Refused(f"keys={keys!r:.100}: give a list of keys")
-        self._dtype = dtype
-        self._base = base
-        self._codec = codec
         self._keys = None if keys is None else tuple(keys)
         self._names = names or _same
         self._given = ranks
@@ -165,10 +162,7 @@ class Writer(StorageWriter):
         self.version = self._repository._commit_shards(
             lambda: self._shards(plan, planner, results),
             self._ranks,
-            branch=self._branch,
-            labels=self._labels,
-            base=self._base,
-            codec=self._codec,
+            self._asked,
             replicas=False,
         )
         return _done(results)

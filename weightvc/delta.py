@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from weightvc.errors import BadFile, BadTensor
 from weightvc.objects import slime
 from weightvc.objects.frame import Buffer
 from weightvc.objects.schema import CHUNK
+from weightvc.pool import Pool
 from weightvc.protocol import parallel
 from weightvc.protocol.spool import Reader, Spool
 from weightvc.protocol.stored import VersionSource
@@ -113,7 +113,7 @@ class DeltaSource:
             for name in delta.frames:
                 if name not in numbers:
                     raise BadFile(f"the delta has a tensor {shown(name)}, and its base has none of that name")
-            with ThreadPoolExecutor(parallel.workers(), "weightvc-delta") as pool:
+            with Pool(parallel.workers(), "weightvc-delta") as pool:
                 changed = sorted(numbers[name] for name in delta.frames)
                 made = parallel.ordered(pool, self._decoded, changed, parallel.workers() + 1)
                 self._made = dict(zip(changed, made))

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,6 +20,7 @@ from weightvc.objects import slime
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.version import Version
+from weightvc.pool import Pool
 from weightvc.protocol import parallel
 from weightvc.protocol.checkout import local_errors, read_marker, sync_directory
 from weightvc.protocol.files import File
@@ -318,7 +318,7 @@ def _pieces(
         return (run, memoryview(old.verified.read(*run)), memoryview(now)) if touched(run) else None
 
     blocks = [block for block in new.verified.blocks() if keep is not None or touched(block)]
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-export") as pool:
+    with Pool(parallel.workers(), "weightvc-export") as pool:
         for found in parallel.ordered(pool, read, new.verified.runs(blocks), 2 * parallel.workers() + 2):
             if found is None:
                 continue

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from weightvc.errors import BadTensor, Fenced, NotPublished, Refused
-from weightvc.publishing import check_async, step_of
+from weightvc.options import step_of
+from weightvc.publishing import check_async
 from weightvc.sources import check_kind
 
 if TYPE_CHECKING:

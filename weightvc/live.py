@@ -1,7 +1,6 @@
 """Live tensors: where a version's tensors lie in memory that is being served, and the writes that change them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Final
@@ -13,6 +12,7 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.tree import Tree
+from weightvc.pool import Pool
 from weightvc.protocol import parallel, resolve
 from weightvc.protocol.meter import Meter
 from weightvc.protocol.refs import Refs
@@ -398,7 +398,7 @@ def _writes(verified: Verified, live: Live, held: Tree | None, what: str) -> lis
     ]
     writes: list[Write] = []
     window = 2 * parallel.workers() + 2
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-stage") as pool:
+    with Pool(parallel.workers(), "weightvc-stage") as pool:
         for found in parallel.ordered(
             pool,
             # Only from a version that is known there is a way back to it.
@@ -498,6 +498,6 @@ def differing(live: Live, tree: Tree) -> list[str]:
                 return True
         return False
 
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-verify") as pool:
+    with Pool(parallel.workers(), "weightvc-verify") as pool:
         bad = list(pool.map(wrong, range(len(schema.tensors))))
     return [tensor.name for tensor, is_bad in zip(schema.tensors, bad, strict=True) if is_bad]

@@ -76,14 +76,14 @@ class Publisher:
         At most `queue` commits wait beside the one that is being made. If there are as many, "wait" waits, "skip"
         cancels the oldest of them, and "raise" raises QueueFull; nothing is taken before there is room. `label` names
         the commit in what is told of it. Raises NotPublished, and takes nothing, if commits before it have failed;
-        Refused once the main thread has ended: Python gives no work to thread pools then.
+        Refused once the main thread has ended: who would be told, if it fails, is gone.
         """
         with self._submitting:
             # The process waits for what began before, and for what a future calls.
             if _ended and not self._is_here():
                 raise Refused(
                     f"{label} is not published: the main thread has ended, and the process ends with it: let the "
-                    "script wait for this thread, by join()"
+                    "script wait for this thread, by join(), or commit() it, which waits"
                 )
             with self._changed:
                 self._tell()
@@ -202,8 +202,8 @@ def _in_child() -> None:
     _untold.clear()
 
 
-# Thread pools take no work any more once concurrent.futures has been told of the exit. Who registers last is told
-# first; before atexit's functions run that has no public name.
+# Threads that work for a commit are to be had until concurrent.futures has been told of the exit. Who registers last
+# is told first; before atexit's functions run that has no public name.
 try:
     importlib.import_module("concurrent.futures.thread")
     getattr(threading, "_register_atexit", atexit.register)(_at_exit)

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import operator
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +9,14 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from weightvc import options
 from weightvc.errors import BranchMoved, Conflict, Expired, NotPublished, Refused, StateUnknown, WeightvcWarning
 from weightvc.history import HEAD, RESTARTS, History, Ref, check_no_tag, version_of
-from weightvc.objects import key, version
+from weightvc.objects import key
 from weightvc.objects.catalogue import CLAIM, Entry
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version, check_words
-from weightvc.protocol import coder
+from weightvc.options import Labels, Sharded
 from weightvc.protocol.refs import Refs, check_name, moved, promised
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from weightvc.sources.transform import Transform
     from weightvc.writer import Added, Writer
 
-Labels = tuple[str, int | None, str | None, Mapping[str, Any] | None]
-"""Message, step, run and metadata."""
 _log: Final = logging.getLogger("weightvc")
 
 
@@ -81,7 +79,8 @@ class Publishing(History):
         from weightvc.sources.files import FileSource
         from weightvc.sources.module import SavedSource
 
-        labels = self._asked_behind(
+        labels = options.behind(
+            self.author,
             branch=branch,
             message=message,
             step=step,
@@ -124,6 +123,7 @@ class Publishing(History):
         run: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         dtype: Any = None,
+        transform: "Transform | None" = None,
         on_conflict: Literal["raise", "rebase"] = "raise",
         base: bool = False,
         codec: Literal["small", "fast", "auto"] = "small",
@@ -137,7 +137,8 @@ class Publishing(History):
 
         At the end of the block they are committed, as commit() does it, and `out.version` is the version. If the
         block ends in an error, or an add() has raised one, nothing is published. Tensors may come in any order; a
-        name that comes twice is refused. Arguments are those of commit().
+        name that comes twice is refused. Arguments are those of commit(). A transform is given what one add(), or one
+        add_all(), was given, and what it makes of that is added.
 
         With `ranks` (as of commit_sharded()), all ranks have such a block, and add different tensors, or different
         parts of them; at the end, where all have to come, it is committed as commit_sharded() does it, and a tensor
@@ -148,7 +149,18 @@ class Publishing(History):
         """
         from weightvc.writer import Writer
 
-        labels = self._asked(branch, on_conflict, codec, message, step, run, metadata)
+        labels = options.labels(
+            self.author,
+            branch=branch,
+            message=message,
+            step=step,
+            run=run,
+            metadata=metadata,
+            dtype=dtype,
+            transform=transform,
+            on_conflict=on_conflict,
+            codec=codec,
+        )
         cache = self._shelf.cache
         directory = None if cache is None else cache.directory
         if ranks is not None:
@@ -157,13 +169,12 @@ class Publishing(History):
             if on_conflict != "raise":
                 raise Refused("on_conflict is not for ranks: see what moved the branch, and add all again")
             opened = open_ranks(ranks)
+            asked = Sharded(branch, labels, base, codec, transform)
 
             def together(added: "Callable[[], Added]") -> Version:
-                return self._commit_shards(
-                    added, opened, branch=branch, labels=labels, base=base, codec=codec, replicas=False
-                )
+                return self._commit_shards(added, opened, asked, replicas=False)
 
-            return Writer(together, directory=directory, dtype=dtype, apart=True)
+            return Writer(together, directory=directory, dtype=dtype, transform=transform, apart=True)
         self.flush()
         root = self.refresh()
         # Who is fenced off hears of it before he has exported everything.
@@ -172,9 +183,10 @@ class Publishing(History):
         def commit(added: "Callable[[], Added]") -> Version:
             source = added()
             self.flush()
-            return self._commit_next(source, branch, on_conflict, base, codec, labels, castable=dtype is None)
+            castable = dtype is None and transform is None
+            return self._commit_next(source, branch, on_conflict, base, codec, labels, castable=castable)
 
-        return Writer(commit, directory=directory, dtype=dtype, apart=False)
+        return Writer(commit, directory=directory, dtype=dtype, transform=transform, apart=False)
 
     def commit_sharded(
         self,
@@ -187,6 +199,7 @@ class Publishing(History):
         run: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         dtype: Any = None,
+        transform: "Transform | None" = None,
         base: bool = False,
         codec: Literal["small", "fast", "auto"] = "small",
     ) -> Version:
@@ -196,7 +209,8 @@ class Publishing(History):
         one rank, or the same on several. `ranks` is a process group of torch.distributed that can move bytes between
         CPUs (gloo), None for the default one, or a weightvc.ranks.Ranks of your own. Each rank opens the repository
         for itself. The other arguments are those of commit(), and rank 0's count. Do not change the tensors before
-        it returns.
+        it returns. A transform is called on each rank, with what that has: what is done to a DTensor is done to the
+        whole of it, by all ranks together. It gives what this rank has of what is served.
 
         Each rank reads, hashes, diffs and uploads its own part; rank 0 publishes once all have. The version is that
         of the whole model: its tree is what commit() makes of the gathered tensors. A rank keeps its part of the last
@@ -210,25 +224,26 @@ class Publishing(History):
         from weightvc.ranks import open_ranks
         from weightvc.sources.shards import Shards, open_shards
 
-        labels = self._asked(branch, "raise", codec, message, step, run, metadata)
-
-        def opened() -> Shards:
-            return open_shards(tensors, dtype)
-
-        return self._commit_shards(
-            opened, open_ranks(ranks), branch=branch, labels=labels, base=base, codec=codec, replicas=True
+        asked = options.sharded(
+            self.author,
+            branch=branch,
+            message=message,
+            step=step,
+            run=run,
+            metadata=metadata,
+            dtype=dtype,
+            transform=transform,
+            base=base,
+            codec=codec,
         )
 
+        def opened() -> Shards:
+            return open_shards(tensors, dtype, transform)
+
+        return self._commit_shards(opened, open_ranks(ranks), asked, replicas=True)
+
     def _commit_shards(
-        self,
-        shards: "Callable[[], Shards | Added]",
-        ranks: "Ranks",
-        *,
-        branch: str,
-        labels: Labels,
-        base: bool,
-        codec: str,
-        replicas: bool,
+        self, shards: "Callable[[], Shards | Added]", ranks: "Ranks", asked: Sharded, *, replicas: bool
     ) -> Version:
         from weightvc.protocol.commit import Labels as Said
         from weightvc.sharding import Sharding
@@ -243,10 +258,11 @@ class Publishing(History):
             self,
             opened,
             ranks,
-            branch=branch,
-            labels=Said(*labels, self.author),
-            base=base,
-            codec=codec,
+            branch=asked.branch,
+            labels=Said(*asked.labels, self.author),
+            base=asked.base,
+            codec=asked.codec,
+            transform=asked.transform,
             replicas=replicas,
         )
 
@@ -334,64 +350,6 @@ class Publishing(History):
             if self._behind is None:
                 self._behind = Publisher(), Arenas()
             return self._behind
-
-    def _asked_behind(
-        self,
-        *,
-        branch: str,
-        message: str,
-        step: Any,
-        run: str | None,
-        metadata: Mapping[str, Any] | None,
-        dtype: Any,
-        names: Any,
-        transform: Any,
-        on_conflict: str,
-        codec: str,
-        queue: Any,
-        when_full: Any,
-        **_: Any,
-    ) -> Labels:
-        """What _asked() gives, for commit_async(), whose options are checked: all that can be without a source."""
-        from weightvc.publisher import check_queue
-        from weightvc.sources.cast import target
-        from weightvc.sources.module import check_names
-        from weightvc.sources.transform import checked
-
-        metadata = checked(transform, dtype, metadata)
-        if dtype is not None:
-            target(dtype)
-        check_names(names)
-        check_queue(queue, when_full)
-        return self._asked(branch, on_conflict, codec, message, step, run, metadata)
-
-    def _asked(
-        self,
-        branch: str,
-        on_conflict: str,
-        codec: str,
-        message: str,
-        step: Any,
-        run: str | None,
-        metadata: Mapping[str, Any] | None,
-    ) -> Labels:
-        """What a commit says of itself, in copies; all that was asked for is checked. Raises Refused, BadName."""
-        said = version.make(
-            tree="0" * 64,
-            layout=None,
-            parents=(),
-            step=step_of(step),
-            run=run,
-            message=message,
-            author=self.author,
-            metadata=metadata,
-            elements=0,
-            nbytes=0,
-        )
-        check_choices(on_conflict, codec)
-        if branch != HEAD:
-            check_name(branch)
-        return said.message, said.step, said.run, said.metadata
 
     def _commit(
         self,
@@ -533,31 +491,25 @@ class Publishing(History):
         )
 
 
-def check_async(repository: Any, options: Mapping[str, Any]) -> None:
+def check_async(repository: Any, given: Mapping[str, Any]) -> None:
     """Raise Refused for what is no repository, and for options that commit_async() would refuse for any source."""
+    asked = _bound(Publishing.commit_async, repository, given)
+    options.behind(repository.author, **asked)
+
+
+def check_sharded(repository: Any, given: Mapping[str, Any]) -> Sharded:
+    """What options of commit_sharded() ask for, for who has shards in another form than it takes. Raises Refused."""
+    asked = _bound(Publishing.commit_sharded, repository, given)
+    return options.sharded(repository.author, **asked)
+
+
+def _bound(method: Callable[..., Any], repository: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a method. Raises Refused for those that it has not, and for what is no repository."""
     if not isinstance(repository, Publishing):
         raise Refused(f"repository={repository!r:.100}: give a Repository, such as weightvc.open() returns")
     try:
-        asked = inspect.signature(Publishing.commit_async).bind(repository, None, **options)
+        asked = inspect.signature(method).bind(repository, None, **given)
     except TypeError as error:
-        raise Refused(f"{error}: give options of Repository.commit_async()") from None
+        raise Refused(f"{error}: give options of Repository.{method.__name__}()") from None
     asked.apply_defaults()
-    repository._asked_behind(**asked.kwargs)
-
-
-def check_choices(on_conflict: str, codec: str) -> None:
-    """Raise Refused for what commit() has no meaning for."""
-    if on_conflict not in ("raise", "rebase"):
-        raise Refused(f'on_conflict={on_conflict!r:.100}: give "raise" or "rebase"')
-    if codec not in coder.POLICIES:
-        raise Refused(f"codec={codec!r:.100}: give one of {', '.join(coder.POLICIES)}")
-
-
-def step_of(step: Any) -> Any:
-    """A step as an int, if it is an integer of another kind, such as numpy's; else itself, to be refused."""
-    if isinstance(step, bool):
-        return step
-    try:
-        return operator.index(step)
-    except TypeError:
-        return step
+    return asked.kwargs

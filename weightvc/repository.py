@@ -19,9 +19,10 @@ from weightvc.history import HEAD, Progress, Ref, said, version_of
 from weightvc.objects import dtypes
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.version import Version, check_words, copied
+from weightvc.options import check_choices, step_of
 from weightvc.protocol import swap
 from weightvc.protocol.refs import Refs, check_name
-from weightvc.publishing import Publishing, check_choices, step_of
+from weightvc.publishing import Publishing
 from weightvc.recovery import Recovery
 from weightvc.retention import Retention
 

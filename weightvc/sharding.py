@@ -1,13 +1,13 @@
 """Sharding: the commit that all ranks of a job make together."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from weightvc.errors import Conflict, StateUnknown, WeightvcWarning
+from weightvc.errors import Conflict, Refused, StateUnknown, WeightvcWarning
 from weightvc.history import HEAD, History, check_no_tag, version_of
 from weightvc.objects import key, version
 from weightvc.objects.version import Version
@@ -20,6 +20,7 @@ from weightvc.sources.shards import Offered, Shards
 
 if TYPE_CHECKING:
     from weightvc.sources.base import Source
+    from weightvc.sources.transform import Transform
     from weightvc.writer import Added
     from weightvc_kernels.context import Stats
 
@@ -56,8 +57,9 @@ class Sharding:
         base: bool,
         codec: str,
         replicas: bool,
+        transform: "Transform | None" = None,
     ) -> Version:
-        """Commit what all ranks have, each of which `open_shards` gives.
+        """Commit what all ranks have, each of which `open_shards` gives, having called the transform.
 
         Each returns the version, or raises: the rank that failed, its own error, and the others NotPublished. Every
         step ends in an exchange, so that nobody waits for one that has failed.
@@ -65,11 +67,17 @@ class Sharding:
         shelf = repository._shelf
         opened: list[Shards | Added] = []
 
-        def offer() -> list[Offered]:
+        def offer() -> tuple[Mapping[str, str], list[Offered]]:
             opened.append(open_shards())
-            return list(opened[0].offered)
+            return {} if transform is None else transform.labels, list(opened[0].offered)
 
-        offers = gather(ranks, offer)
+        told = gather(ranks, offer)
+        _check_transforms([said for said, _ in told])
+        offers = [offered for _, offered in told]
+        if transform is not None and not any(offers):
+            raise Refused(
+                f"what transform {transform.name!r:.100} gave is empty on all ranks: let it give what is served"
+            )
         (shards,) = opened
         plan = self._planned(offers, replicas=replicas)
         schema = shelf.schema_of(plan.tensors)
@@ -162,6 +170,16 @@ class Sharding:
             resolve.opened(repository._shelf, refs, entry, lying=lying, identify=False, whole=False)
         )
         return Baseline(entry, verified.tree, made, verified)
+
+
+def _check_transforms(said: Sequence[Mapping[str, str]]) -> None:
+    """Raise Refused where ranks call different transforms: the version says of one that it made all of it."""
+    for rank, one in enumerate(said):
+        if one != said[0]:
+            here, first = (" ".join(labels.values()) or "none" for labels in (one, said[0]))
+            raise Refused(
+                f"ranks call different transforms ({here} on rank {rank}, {first} on rank 0): give all the same"
+            )
 
 
 def _begin(repository: History, branch: str) -> _Ticket:

@@ -5,7 +5,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from weightvc.objects.manifest import blocks
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Version
+from weightvc.pool import Pool
 from weightvc.protocol import checkout as swapping
 from weightvc.protocol import files as writing
 from weightvc.protocol import parallel, resolve
@@ -134,11 +134,11 @@ def _differing(shelf: Shelf, entry: Entry, directory: Path, paths: Sequence[str]
     manifest = resolve.manifest_of(shelf, entry)
     tree = resolve.tree_of(shelf, manifest, "the manifest")
     files = {file.path: file for file in writing.files(tree.schema, resolve.layout_of(shelf, manifest))}
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-compare") as pool:
+    with Pool(parallel.workers(), "weightvc-compare") as pool:
         return [p for p in paths if p not in files or not _is_file(directory / p, files[p], tree, pool)]
 
 
-def _is_file(path: Path, file: File, tree: Tree, pool: ThreadPoolExecutor) -> bool:
+def _is_file(path: Path, file: File, tree: Tree, pool: Pool) -> bool:
     schema = tree.schema
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -255,7 +255,7 @@ def load(
             spans = [(schema.first_chunk[i], schema.first_chunk[i + 1]) for i in sorted(wanted)]
             blocks = [b for b in blocks if any(b[0] < high and low < b[1] for low, high in spans)]
         done = 0
-        with ThreadPoolExecutor(parallel.workers(), "weightvc-load") as pool:
+        with Pool(parallel.workers(), "weightvc-load") as pool:
             for size in parallel.ordered(pool, work, verified.runs(blocks), 2 * parallel.workers() + 2):
                 done += size
                 if progress is not None:
@@ -375,7 +375,7 @@ def _compare_tensors(tree: Tree, source: Source, result: Verification, progress:
                 return True
         return False
 
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-verify") as pool:
+    with Pool(parallel.workers(), "weightvc-verify") as pool:
         for i, different in enumerate(pool.map(differs, range(len(schema.tensors)))):
             if progress is not None:
                 progress(schema.offset[i + 1], schema.nbytes)
@@ -400,7 +400,7 @@ def _compare_blocks(tree: Tree, source: Source, result: Verification, progress: 
         return high, {schema.tensor_of(i) for i in wrong}
 
     wrong: set[int] = set()
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-verify") as pool:
+    with Pool(parallel.workers(), "weightvc-verify") as pool:
         for high, some_wrong in parallel.ordered(pool, differing, blocks(schema, None), 2 * parallel.workers() + 2):
             wrong |= some_wrong
             if progress is not None:

@@ -4,6 +4,7 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -11,11 +12,12 @@ from weightvc.errors import BadTensor, Refused, StoreError
 from weightvc.objects import dtypes
 from weightvc.objects.version import Version
 from weightvc.protocol.spool import Reader, Spool
-from weightvc.sources.base import Layout, TensorInfo
+from weightvc.sources.base import Layout, Source, TensorInfo
 from weightvc.sources.cast import cast, target
 from weightvc.sources.header import shown
 from weightvc.sources.memory import check_components, open_tensors
 from weightvc.sources.shards import Box, Offered
+from weightvc.sources.transform import Transform
 
 
 class Writer:
@@ -31,6 +33,7 @@ class Writer:
         *,
         directory: Path | None,
         dtype: Any,
+        transform: Transform | None,
         apart: bool,
     ) -> None:
         """`commit` makes the version of what it is given to call, which raises what ended the block; `directory` is
@@ -41,6 +44,7 @@ class Writer:
         """The version, once it is published."""
         self._commit = commit
         self._dtype = dtype
+        self._transform = transform
         self._apart = apart
         self._kept: dict[tuple[str, str, Box], tuple[TensorInfo, Reader]] = {}
         # What add() was called for, and has not kept: it failed, or is not done yet.
@@ -61,10 +65,30 @@ class Writer:
         """Add a copy of a torch tensor or numpy array, which may change then. Threads may add at once.
 
         With ranks, it may be a part of a tensor: of the one of this `shape`, from the element `at` on, in each
-        dimension. Raises BadTensor for what cannot be kept, and for a name (or a part) that was added before; Refused
-        outside of the block; StoreError where there is no space. Once it has raised, nothing is published.
+        dimension. A transform is given this tensor alone, and no parts. Raises BadTensor for what cannot be kept, and
+        for a name (or a part) that was added before; Refused outside of the block; StoreError where there is no
+        space; and what the transform raises. Once it has raised, nothing is published.
         """
-        what = f"tensor {name!r:.200}" + (f" of component {component!r:.200}" if component else "")
+        what = _named(name, component)
+        given = {component: {name: tensor}} if component else {name: tensor}
+        self._add(what, given, f"add({name!r:.200})", shape, at)
+
+    def add_all(self, tensors: Mapping[str, Any]) -> None:
+        """Add copies of several whole tensors, `{name: tensor}` (or of components to such mappings), as add() does.
+
+        A transform is given all of them together: what it makes one tensor of, or needs to see at once.
+        """
+        some = ", ".join(f"{name!r:.100}" for name in islice(tensors, 3)) if isinstance(tensors, Mapping) else ""
+        self._add(f"the bucket of {some or 'no tensors'}", tensors, "add_all()", None, None)
+
+    def _add(
+        self,
+        what: str,
+        given: Mapping[str, Any],
+        where: str,
+        shape: Sequence[int] | None,
+        at: Sequence[int] | None,
+    ) -> None:
         with self._lock:
             self._missing.append(what)
             if self._state != "open":
@@ -73,18 +97,29 @@ class Writer:
                     f"{what} was added {when} of its `with` block: nothing is kept of it: "
                     "add it in the block, at the end of which all is published"
                 )
-        opened = open_tensors({component: {name: tensor}} if component else {name: tensor}, f"add({name!r:.200})")
-        source = opened if self._dtype is None else cast(opened, self._dtype)
-        (part,) = source.tensors
-        info, box = self._placed(part, shape, at)
-        try:
-            reader = self._spool.keep(source.read(0, 0, part.nbytes))
-        except OSError as error:
-            raise StoreError(f"{what} could not be kept: {error}: make space, or set TMPDIR") from error
+        if not isinstance(given, Mapping):
+            raise Refused(f"a {type(given).__name__} is no bucket: give add_all() a mapping of names to tensors")
+        source: Source = open_tensors(given, where)
+        if self._transform is not None:
+            if shape is not None or at is not None:
+                raise Refused(
+                    f"{what}: a transform is for whole tensors, and this is a part of one: add it whole, or add what "
+                    "is served to a writer without transform="
+                )
+            source = self._transform.apply(source, what)
+        elif self._dtype is not None:
+            source = cast(source, self._dtype)
+        for i, part in enumerate(source.tensors):
+            info, box = self._placed(part, shape, at)
+            try:
+                reader = self._spool.keep(source.read(i, 0, part.nbytes))
+            except OSError as error:
+                raise StoreError(f"{what} could not be kept: {error}: make space, or set TMPDIR") from error
+            with self._lock:
+                if (part.component, part.name, box) in self._kept:
+                    raise BadTensor(f"{_named(part.name, part.component)} was added twice: add each once")
+                self._kept[part.component, part.name, box] = info, reader
         with self._lock:
-            if (component, name, box) in self._kept:
-                raise BadTensor(f"{what} was added twice: add each once")
-            self._kept[component, name, box] = info, reader
             self._missing.remove(what)
 
     def _placed(
@@ -137,6 +172,10 @@ class Writer:
         check_components({component: None for component, _, _ in self._kept}, "the writer")
         ordered = [(self._kept[name], name[2]) for name in sorted(self._kept)]
         return Added([Offered(info, box) for (info, _), box in ordered], [reader for (_, reader), _ in ordered])
+
+
+def _named(name: str, component: str) -> str:
+    return f"tensor {name!r:.200}" + (f" of component {component!r:.200}" if component else "")
 
 
 class Added:

@@ -663,6 +663,24 @@ def test_checkpoint_ids_are_refused(repository: Repository):
             call()
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"transform": weightvc.Transform("same", "1", dict)}, r"transform= .* pieces: give dcp\.save\(\)"),
+        ({"dtype": "int8"}, "int8"),
+        ({"step": -1}, "step=-1"),
+        ({"branch": "a//b"}, "a//b"),
+        ({"on_conflict": "rebase"}, r"'on_conflict': give options of Repository\.commit_sharded\(\)"),
+        ({"keys": "model"}, "keys='model'"),
+    ],
+)
+def test_what_a_writer_cannot_be_made_with(repository: Repository, options: Any, says: str):
+    with pytest.raises(Refused, match=says):
+        Writer(repository, **options)
+    with pytest.raises(Refused, match="give a Repository"):
+        Writer(repository.url)  # type: ignore[arg-type]
+
+
 def test_an_object_that_is_too_large(repository: Repository, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("weightvc.dcp.FILE_LIMIT", 1000)
     refused = failure(lambda: dcp.save({"o": "x" * 2000}, storage_writer=Writer(repository)))

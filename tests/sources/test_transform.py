@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 
 import weightvc
 from tests.kit.pages import blocks
+from tests.kit.ranks import Job, processes
 from weightvc import Transform, hooks
-from weightvc.errors import BadName, BadTensor, Refused
+from weightvc.errors import BadName, BadTensor, NotPublished, Refused
+from weightvc.ranks import Alone
 from weightvc.repository import Repository
 
 
@@ -198,6 +200,197 @@ def test_what_does_not_go_together(repository: Repository, call: str) -> None:
 def test_it_has_a_name_a_version_and_a_function(name: Any, version: Any, function: Any, says: str) -> None:
     with pytest.raises(Refused, match=says):
         Transform(name, version, function)
+
+
+# What comes tensor by tensor, or from many ranks
+
+
+def fused(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """k and v become one, and what is large gets a scale."""
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith("k"):
+            out[f"{name}v"] = torch.cat([tensor, tensors[name.removesuffix("k") + "v"]])
+        elif name.endswith("w"):
+            out[f"{name}_scale"] = tensor.abs().amax()
+            out[name] = (tensor / out[f"{name}_scale"]).to(torch.float8_e4m3fn)
+        elif not name.endswith("v"):
+            out[name] = tensor
+    return out
+
+
+FUSED = Transform("fused", "3", fused)
+
+
+def trained(step: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    names = ("0.k", "0.v", "0.w", "1.k", "1.v", "1.w")
+    return {**{name: torch.randn(16, 24) + 1e-3 * step for name in names}, "norm": torch.ones(8)}
+
+
+def buckets(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [{name: weights[name] for name in weights if name.startswith(layer)} for layer in ("1", "0")]
+
+
+def test_a_writer_serves_what_it_makes_of_each_tensor_and_bucket(repository: Repository) -> None:
+    for step in range(2):
+        weights = trained(step)
+        expected = repository.commit(weights, branch="whole", transform=FUSED)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # float32 is what this one serves
+            with repository.writer(step=step, metadata={"lr": 1}, transform=FUSED) as out:
+                for bucket in buckets(weights):
+                    out.add_all(bucket)
+                    for tensor in bucket.values():
+                        tensor.zero_()
+                out.add("norm", weights["norm"])
+        assert out.version is not None
+        assert (out.version.tree, out.version.step) == (expected.tree, step)
+        assert out.version.metadata == {"lr": 1, "transform": "fused", "transform_version": "3"}
+    changes = [[edge.changed for edge in repository.entry(ref).place.edges] for ref in ("main", "whole")]
+    assert changes[0] == changes[1]
+
+
+def test_a_writer_gives_it_components_as_they_were_added(repository: Repository) -> None:
+    given: list[Any] = []
+
+    def function(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        given.append(tensors)
+        return tensors
+
+    with repository.writer(transform=Transform("same", "1", function)) as out:
+        out.add("w", torch.nn.Parameter(torch.ones(2)), component="draft")
+        out.add_all({"draft": {"v": np.zeros(2)}, "": {"w": torch.zeros(2)}})
+        out.add_all({})
+    assert [{part: [*some] for part, some in one.items()} for one in given[:2]] == [
+        {"draft": ["w"]},
+        {"": ["w"], "draft": ["v"]},
+    ]
+    assert not given[0]["draft"]["w"].requires_grad
+    assert given[2] == {}
+    assert (*repository.load(component="draft"),) == ("v", "w")
+
+
+@pytest.mark.parametrize(
+    ("adds", "error", "says"),
+    [
+        (lambda out: out.add("0.v", torch.ones(2)), Refused, r"gave of tensor '0\.v' is empty: .* by add_all\(\)"),
+        (
+            lambda out: out.add_all({"0.v": torch.ones(2), "1.v": torch.ones(2)}),
+            Refused,
+            "of the bucket of '0.v', '1.v'",
+        ),
+        (lambda out: out.add("0.k", torch.ones(2)), KeyError, "0.v"),
+        (lambda out: out.add("norm", torch.ones(2)), BadTensor, "'norm' was added twice"),
+        (lambda out: out.add("0.w_scale", torch.ones(())) or out.add("0.w", torch.ones(2)), BadTensor, "'0.w_scale'"),
+        (lambda out: out.add("0.w", torch.ones(2), shape=(4,), at=(2,)), Refused, "a transform is for whole tensors"),
+        (lambda out: out.add_all(torch.nn.Linear(2, 2)), Refused, "a Linear is no bucket"),
+    ],
+)
+def test_what_a_writer_cannot_serve_is_not_published(
+    repository: Repository, adds: Any, error: type[Exception], says: str
+) -> None:
+    def export() -> None:
+        with repository.writer(transform=FUSED, ranks=Alone()) as out:
+            out.add("norm", torch.ones(2))
+            with pytest.raises(error, match=says):
+                adds(out)
+
+    # Whoever passes over that does not publish what lacks it.
+    with pytest.raises(Refused, match="was not added"):
+        export()
+    assert not repository.branches()
+
+
+def test_ranks_serve_what_each_makes_of_what_it_has(repository: Repository) -> None:
+    members = [weightvc.open(repository.url, cache=None) for _ in range(3)]
+    for step in range(2):
+        weights = trained(step)
+        parts = [*buckets(weights), {"norm": weights["norm"]}]
+        expected = repository.commit(weights, branch="whole", transform=FUSED)
+
+        def write(ranks: Any, step: int = step, parts: Any = parts) -> Any:
+            with members[ranks.rank].writer("written", step=step, transform=FUSED, ranks=ranks) as out:
+                out.add_all(parts[ranks.rank])
+            return out.version
+
+        def commit(ranks: Any, step: int = step, parts: Any = parts) -> Any:
+            return members[ranks.rank].commit_sharded(parts[ranks.rank], step=step, transform=FUSED, ranks=ranks)
+
+        for work in (write, commit):
+            results = Job(3).run(work)
+            assert len({result.id for result in results}) == 1, results
+            assert results[0].tree == expected.tree
+            assert results[0].metadata == {"transform": "fused", "transform_version": "3"}
+
+
+@pytest.mark.parametrize(
+    ("transforms", "says"),
+    [
+        ([FUSED, Transform("fused", "4", fused)], r"\(fused 4 on rank 1, fused 3 on rank 0\)"),
+        ([FUSED, None], r"\(none on rank 1, fused 3 on rank 0\)"),
+        ([None, FUSED], r"\(fused 3 on rank 1, none on rank 0\)"),
+        ([Transform("none", "1", lambda _: {})] * 2, "'none' gave is empty on all ranks"),
+    ],
+)
+def test_ranks_call_the_same(repository: Repository, transforms: Any, says: str) -> None:
+    members = [weightvc.open(repository.url, cache=None) for _ in range(2)]
+
+    def commit(ranks: Any) -> Any:
+        tensors = {f"norm{ranks.rank}": torch.ones(3)}
+        return members[ranks.rank].commit_sharded(tensors, transform=transforms[ranks.rank], ranks=ranks)
+
+    for error in Job(2).run(commit):
+        with pytest.raises(Refused, match=says):
+            raise error
+    assert not repository.branches()
+
+
+def test_where_the_function_of_one_rank_fails_all_hear_of_it(repository: Repository) -> None:
+    members = [weightvc.open(repository.url, cache=None) for _ in range(2)]
+
+    def commit(ranks: Any) -> Any:
+        return members[ranks.rank].commit_sharded(
+            {f"{ranks.rank}.k" if ranks.rank else "n": torch.ones(3)}, transform=FUSED, ranks=ranks
+        )
+
+    first, second = Job(2).run(commit)
+    assert (type(first), type(second)) == (NotPublished, KeyError)
+    assert not repository.branches()
+
+
+def test_what_is_done_to_a_shard_is_done_to_the_whole_tensor(tmp_path: Path, example: dict[str, Any]) -> None:
+    """By operations of DTensor: also scales of blocks that no shard has whole."""
+    plain = weightvc.init(tmp_path / "repository", cache=None)
+    serve = Transform("fp8-blocks-qkv", "1", example["serve"])
+
+    def model(step: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        names = [f"{part}_proj.weight" for part in "qkvo"]
+        return {**{name: torch.randn(160, 140) + 1e-3 * step for name in names}, "norm": torch.ones(9)}
+
+    def work(rank: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,))
+        repository = weightvc.open(plain.url, cache=None)
+        for step in range(3):
+            # By rows, as FSDP has it; o by columns, as tensor parallelism has it; or anyhow.
+            places = [[Shard(0)] * 4, [*[Shard(0)] * 3, Shard(1)], [Shard(1), Shard(0), Replicate(), Shard(1)]][step]
+            tensors = {
+                name: torch.nn.Parameter(distribute_tensor(value, mesh, [place]))
+                for (name, value), place in zip(model(step).items(), [*places, Shard(0)], strict=True)
+            }
+            repository.commit_sharded(tensors, step=step, transform=serve)
+        repository.close()
+
+    assert processes(2, tmp_path, work) == [0, 0]
+    versions = list(plain.log())[::-1]
+    assert [version.step for version in versions] == [0, 1, 2]
+    for step, version in enumerate(versions):
+        assert version.tree == plain.commit(model(step), branch="plain", transform=serve).tree
+        assert version.metadata == {"transform": "fp8-blocks-qkv", "transform_version": "1"}
 
 
 # The example of docs/trainers.md

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Final
 from weightvc.engines.vllm import FOLDER
 from weightvc.objects import dtypes
 from weightvc.objects.tensor import TensorInfo
+from weightvc.pool import Pool
 from weightvc.protocol import parallel
 from weightvc.protocol.checkout import local_errors
 from weightvc.sources import header, memory, open_source
@@ -64,7 +64,7 @@ def write(old: Path, new: Path, old_id: str, new_id: str) -> str:
         pairs = _pairs(before, after)
         if pairs is None:
             return "names, dtypes or shapes changed"
-        with ThreadPoolExecutor(parallel.workers(), "weightvc-changes") as pool:
+        with Pool(parallel.workers(), "weightvc-changes") as pool:
             found = [change for change in pool.map(lambda pair: _change(before, after, *pair), pairs) if change]
         whole = sum(tensor.nbytes for tensor in after.tensors)
     for change in found:
@@ -94,7 +94,7 @@ def differing(old: Path, new: Path) -> list[str] | None:
         pairs = _pairs(before, after)
         if pairs is None:
             return None
-        with ThreadPoolExecutor(parallel.workers(), "weightvc-changes") as pool:
+        with Pool(parallel.workers(), "weightvc-changes") as pool:
             same = pool.map(lambda pair: _same(before, after, *pair), pairs)
             return [after.tensors[j].name for (_, j), equal in zip(pairs, same, strict=True) if not equal]
 

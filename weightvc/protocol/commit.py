@@ -5,7 +5,7 @@ go up under fresh names, and only then is the root swapped. Killed anywhere befo
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
@@ -18,6 +18,7 @@ from weightvc.objects.root import Root
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
 from weightvc.objects.version import Edge, Version
+from weightvc.pool import Pool
 from weightvc.protocol import coder, parallel, state, swap
 from weightvc.protocol.refs import Refs, check_epoch, moved
 from weightvc.protocol.shelf import Shelf
@@ -57,7 +58,7 @@ class Baseline:
 class Packer:
     """Collects a stream's payloads in order; what outgrows the manifest goes up as packs, beside the encoding."""
 
-    def __init__(self, shelf: Shelf, transaction: key.Transaction, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, shelf: Shelf, transaction: key.Transaction, pool: Pool) -> None:
         self.stream = Stream()
         self._shelf = shelf
         self._transaction = transaction
@@ -216,8 +217,8 @@ class Build:
         digests: list[bytes] = []
         stored: dict[bytes, int] = {}
         with (
-            ThreadPoolExecutor(parallel.workers(), "weightvc-encode") as pool,
-            ThreadPoolExecutor(2, "weightvc-upload") as uploads,
+            Pool(parallel.workers(), "weightvc-encode") as pool,
+            Pool(2, "weightvc-upload") as uploads,
         ):
             patch = Packer(self._shelf, self._transaction, uploads) if self._parent is not None else None
             base = Packer(self._shelf, self._transaction, uploads) if self._base else None

@@ -11,7 +11,6 @@ is lost by a kill or a collector is one batch.
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from weightvc.objects.manifest import Patch, Stream
 from weightvc.objects.policy import Policy
 from weightvc.objects.root import Root
 from weightvc.objects.version import Edge
+from weightvc.pool import Pool
 from weightvc.protocol import parallel, patches, resolve, swap
 from weightvc.protocol.commit import Packer
 from weightvc.protocol.ladder import Ladder, Wanted
@@ -198,14 +198,14 @@ class Compaction:
     def _patch(self, refs: Refs, source: Entry, target: Entry, transaction: key.Transaction) -> Patch:
         with (
             patches.opened(self._scratch, refs, source, target) as span,
-            ThreadPoolExecutor(2, "weightvc-upload") as uploads,
+            Pool(2, "weightvc-upload") as uploads,
         ):
             return patches.patch(span, Packer(self._scratch, transaction, uploads), source.new or "")
 
     def _base(self, refs: Refs, target: Entry, transaction: key.Transaction) -> Stream:
         with (
             resolve.opened(self._scratch, refs, target) as (_, verified),
-            ThreadPoolExecutor(2, "weightvc-upload") as uploads,
+            Pool(2, "weightvc-upload") as uploads,
         ):
             return patches.base(verified, Packer(self._scratch, transaction, uploads))
 
@@ -225,7 +225,7 @@ class Compaction:
                 writer.write(schema.position(block[0]), verified.read(*block))
 
             try:
-                with ThreadPoolExecutor(parallel.workers(), "weightvc-keep") as pool:
+                with Pool(parallel.workers(), "weightvc-keep") as pool:
                     for _ in parallel.ordered(pool, copy, verified.runs(), 2 * parallel.workers()):
                         pass
                 writer.commit(entry.version.tree)

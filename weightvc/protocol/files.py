@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ from weightvc.objects import frame
 from weightvc.objects.layout import Stored
 from weightvc.objects.schema import CHUNK, Schema
 from weightvc.objects.tensor import TensorInfo
+from weightvc.pool import Pool
 from weightvc.protocol import parallel
 from weightvc.protocol.state import Verified
 from weightvc.sources import header, paths
@@ -144,7 +144,7 @@ def _fill(
         return len(data)
 
     done = 0
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-checkout") as pool:
+    with Pool(parallel.workers(), "weightvc-checkout") as pool:
         for size in parallel.ordered(pool, work, verified.runs(), 2 * parallel.workers() + 2):
             done += size
             if progress is not None:

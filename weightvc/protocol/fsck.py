@@ -8,7 +8,6 @@ top of one does not read the chain below again; memory is bounded by blocks and 
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.manifest import Manifest, Stream, check_blocks
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
+from weightvc.pool import Pool
 from weightvc.protocol import live, parallel, resolve, salvage, state
 from weightvc.protocol.payloads import BasePayloads, PatchPayloads
 from weightvc.protocol.rebuild import Rebuilt
@@ -214,7 +214,7 @@ class _Reading:
                 self._progress(done, total)
         seen = found.bad.keys() | self._shelf.good
         left = [name for name in sorted(found.named() - seen) if self._chosen(name)]
-        with ThreadPoolExecutor(READERS, "weightvc-fsck") as pool:
+        with Pool(READERS, "weightvc-fsck") as pool:
             for _ in parallel.ordered(pool, lambda name: read(self._shelf, name), left, READERS):
                 pass
 
@@ -251,7 +251,7 @@ class _Reading:
         """Build a tree from the base, or (`patched`) from the patch, and compare it with its digests."""
         found, shelf = self._found, self._shelf
         with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(resolve.READERS, "weightvc-read"))
+            pool = stack.enter_context(Pool(resolve.READERS, "weightvc-read"))
             spool = Spool(self._kept.directory)
             stack.callback(spool.close)
             keep = None if self._kept.has_tree(tree.digest) else self._kept.write_tree(schema)
@@ -308,7 +308,7 @@ class _Reading:
             if write is not None:
                 write(tree.schema.position(low), data)
 
-        with ThreadPoolExecutor(parallel.workers(), "weightvc-fsck") as pool:
+        with Pool(parallel.workers(), "weightvc-fsck") as pool:
             window = 2 * parallel.workers() + 2
             for _ in parallel.ordered(pool, work, checked.runs(), window):
                 pass

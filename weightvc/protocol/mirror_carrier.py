@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from weightvc.errors import Corrupt, Unsupported
 from weightvc.objects import frame, key, manifest
 from weightvc.objects.catalogue import Entry, Place, Way
+from weightvc.pool import Pool
 from weightvc.protocol import parallel
 from weightvc.protocol.mirror_plan import Item, shared
 from weightvc.protocol.shelf import Shelf
@@ -55,8 +55,8 @@ class Carrier:
         # What was uploaded before and did not land is named by nothing: it must not be referred to.
         self._shared = {what: known for what, known in self._shared.items() if known[1] is not None}
         with (
-            ThreadPoolExecutor(PACKS, "weightvc-mirror-packs") as packs,
-            ThreadPoolExecutor(MANIFESTS, "weightvc-mirror") as pool,
+            Pool(PACKS, "weightvc-mirror-packs") as packs,
+            Pool(MANIFESTS, "weightvc-mirror") as pool,
         ):
 
             def work(item: Item) -> None:
@@ -77,7 +77,7 @@ class Carrier:
                 pass
 
     def _way(
-        self, item: Item, way: Way, transaction: key.Transaction, pool: ThreadPoolExecutor
+        self, item: Item, way: Way, transaction: key.Transaction, pool: Pool
     ) -> tuple[Way, str, str | None, tuple[str, ...]]:
         """Copy one manifest and what it names. Returns the way, and the mirror's schema, layout and files."""
         name, place = way.manifest, item.entry.place

@@ -3,8 +3,10 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
+
+from weightvc.pool import Pool
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -15,7 +17,7 @@ def workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ordered(pool: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T], window: int) -> Iterator[R]:
+def ordered(pool: Pool, work: Callable[[T], R], items: Iterable[T], window: int) -> Iterator[R]:
     """work(item) of every item, in order, with at most `window` of them begun and not yet taken.
 
     When the caller stops early, or an item fails, what has not begun is cancelled, and the rest waited for. A single

@@ -11,7 +11,6 @@ renames of all the patches between; where that has no chunk of the same size, th
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,6 +21,7 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.manifest import Patch, Stream
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
+from weightvc.pool import Pool
 from weightvc.protocol import coder, parallel, resolve, state
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
@@ -207,7 +207,7 @@ def patch(span: Span, sink: Sink, source: str) -> Patch:
         return made
 
     blocks = manifest.blocks(schema, mapping)
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-encode") as pool:
+    with Pool(parallel.workers(), "weightvc-encode") as pool:
         window = 2 * parallel.workers() + 2
         if schema.nbytes >= coder.CONTEXT_FROM:
             differ = (block for block in blocks if sources(*block) is not None and not same(*block))
@@ -227,7 +227,7 @@ def base(side: Side, sink: Sink) -> Stream:
         return *kernels.encode_whole(side.read(*block), dtypes.lane(_dtype(schema, block[0]))), 0, 0
 
     blocks = manifest.blocks(schema, None)
-    with ThreadPoolExecutor(parallel.workers(), "weightvc-encode") as pool:
+    with Pool(parallel.workers(), "weightvc-encode") as pool:
         made = parallel.ordered(pool, encode, blocks, 2 * parallel.workers() + 2)
         return _collect(side.tree, blocks, made, sink)[0]
 

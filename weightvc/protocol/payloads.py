@@ -2,13 +2,14 @@
 
 import threading
 from collections import Counter, OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Final, NamedTuple, Protocol
 
 from weightvc.errors import Corrupt
 from weightvc.objects import frame
 from weightvc.objects.frame import Buffer
 from weightvc.objects.manifest import REF, Stream
+from weightvc.pool import Pool
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.spool import Reader, Spool
 
@@ -77,7 +78,7 @@ class BasePayloads:
         shelf: Shelf,
         stream: Stream,
         digests: bytes,
-        pool: ThreadPoolExecutor,
+        pool: Pool,
         spool: Spool,
         *,
         whole: bool,

@@ -23,6 +23,7 @@ from weightvc.objects.catalogue import Entry
 from weightvc.objects.retention import LEASE
 from weightvc.objects.root import Root
 from weightvc.objects.version import Version
+from weightvc.pool import beside
 from weightvc.protocol import live, swap
 from weightvc.protocol.live import Live
 from weightvc.protocol.plan import plan
@@ -200,8 +201,7 @@ class Holder:
     def __enter__(self) -> Self:
         if self._since is None and self._after is None:
             self.take()
-        self._thread = threading.Thread(target=self._keep, name="weightvc-pin", daemon=True)
-        self._thread.start()
+        self._thread = beside("weightvc-pin", self._keep)
         return self
 
     def _keep(self) -> None:

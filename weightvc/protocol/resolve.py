@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
@@ -13,6 +12,7 @@ from weightvc.objects.catalogue import Entry, Way
 from weightvc.objects.manifest import Manifest, check_blocks
 from weightvc.objects.schema import Schema
 from weightvc.objects.tree import Tree
+from weightvc.pool import Pool
 from weightvc.protocol import parallel, state, swap
 from weightvc.protocol.payloads import BasePayloads, PatchPayloads
 from weightvc.protocol.plan import Plan, plan
@@ -122,7 +122,7 @@ def opened(
             raise
         refs, entry = found
         made, name, tree = _identified(shelf, refs, entry, held if whole else None, identify=identify)
-    pool = ThreadPoolExecutor(READERS, "weightvc-read")
+    pool = Pool(READERS, "weightvc-read")
     spool = Spool(shelf.cache.directory if shelf.cache is not None else None)
     tried: list[Plan] = []
     failed: Counter[str] = Counter()
@@ -196,7 +196,7 @@ def _described(shelf: Shelf, refs: Refs, entry: Entry, held: Set[str] | None) ->
 def _chain(
     shelf: Shelf,
     way: Plan,
-    pool: ThreadPoolExecutor,
+    pool: Pool,
     spool: Spool,
     lying: Lying | None,
     whole: bool,

@@ -5,7 +5,6 @@ Nothing is invented. What an upload says of itself is sure; whether it was ever 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from weightvc.errors import Corrupt, NotFound, Unsupported
@@ -13,6 +12,7 @@ from weightvc.objects import catalogue, frame, key
 from weightvc.objects.catalogue import COMMIT, EXPIRED, Entry, Place
 from weightvc.objects.manifest import Manifest
 from weightvc.objects.version import Edge
+from weightvc.pool import Pool
 from weightvc.protocol import live, parallel
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.survey import READERS, Survey, Witness, led
@@ -148,7 +148,7 @@ def manifests(
         return entry_of(name, made, listed)
 
     out: dict[str, list[Entry]] = {}
-    with ThreadPoolExecutor(READERS, "weightvc-salvage") as pool:
+    with Pool(READERS, "weightvc-salvage") as pool:
         for entry in parallel.ordered(pool, work, sorted(names), READERS):
             if entry is not None and entry.new is not None:
                 out.setdefault(entry.new, []).append(entry)

@@ -9,7 +9,7 @@ the rest it gives to rank 0 in its receipt. From the receipts of all, rank 0 mak
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -20,6 +20,7 @@ from weightvc.objects.manifest import Patch, Stream
 from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
 from weightvc.objects.tree import Tree
+from weightvc.pool import Pool
 from weightvc.protocol import parallel, state
 from weightvc.protocol.commit import Baseline, Block, Build, Coded, Packer, sampled
 from weightvc.protocol.files import files
@@ -293,7 +294,7 @@ class Receipt:
 class _Sender:
     """Puts the payloads of one stream of a rank's blocks into packs, where enough of them lie side by side."""
 
-    def __init__(self, shelf: Shelf, transaction: key.Transaction, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, shelf: Shelf, transaction: key.Transaction, pool: Pool) -> None:
         self.said: list[Said] = []
         self._shelf = shelf
         self._transaction = transaction
@@ -348,7 +349,7 @@ class Share(Build):
 
         every, stride = sampled(blocks), context.stride_of(self._schema.nbytes)
         totals: dict[str, Any] = {}
-        with ThreadPoolExecutor(parallel.workers(), "weightvc-encode") as pool:
+        with Pool(parallel.workers(), "weightvc-encode") as pool:
             runs = manifest.runs(self._schema, self._blocks)
             for dtype, stats in parallel.ordered(pool, lambda run: self._sample(run, every, stride), runs, 64):
                 if stats is not None:
@@ -366,8 +367,8 @@ class Share(Build):
         receipt = Receipt()
         runs = manifest.runs(self._schema, self._blocks)
         with (
-            ThreadPoolExecutor(parallel.workers(), "weightvc-encode") as pool,
-            ThreadPoolExecutor(2, "weightvc-upload") as uploads,
+            Pool(parallel.workers(), "weightvc-encode") as pool,
+            Pool(2, "weightvc-upload") as uploads,
         ):
             patch, base = (_Sender(self._shelf, self._transaction, uploads) for _ in range(2))
             blocks: Iterator[Block] = chain.from_iterable(
@@ -422,7 +423,7 @@ class Whole:
 
     def _stream(self, made: Sequence[tuple[Sequence[Said], Sequence[tuple[str, int]]]]) -> Stream:
         turns = [iter(said) for said, _ in made]
-        with ThreadPoolExecutor(2, "weightvc-upload") as uploads:
+        with Pool(2, "weightvc-upload") as uploads:
             packer = Packer(self._shelf, self._transaction, uploads)
             pack: list[Coded] = []
             where: tuple[int, int] | None = None

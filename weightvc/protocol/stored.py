@@ -1,12 +1,12 @@
 """A version as a source: what can be committed again, compared, or read tensor by tensor."""
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
+from weightvc.pool import Pool
 from weightvc.protocol import parallel, resolve
 from weightvc.protocol.refs import Refs
 from weightvc.protocol.shelf import Shelf
@@ -66,7 +66,7 @@ class VersionSource:
         def read(block: tuple[int, int]) -> tuple[int, int, memoryview]:
             return *block, memoryview(self.verified.read(*block))
 
-        with ThreadPoolExecutor(parallel.workers(), "weightvc-load") as pool:
+        with Pool(parallel.workers(), "weightvc-load") as pool:
             window = 2 * parallel.workers() + 2
             for low, high, data in parallel.ordered(pool, read, self.verified.runs(blocks), window):
                 yield from parts(schema, low, high, data)

@@ -6,7 +6,6 @@ transaction's objects have together the bytes that the catalogue says. Only wher
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -15,6 +14,7 @@ from weightvc.objects import frame, key
 from weightvc.objects.catalogue import EXPIRED, Entry, Place, Way
 from weightvc.objects.manifest import Manifest
 from weightvc.objects.root import Root
+from weightvc.pool import Pool
 from weightvc.protocol import live, parallel, swap
 from weightvc.protocol.refs import Refs, tag_page
 from weightvc.protocol.shelf import Shelf
@@ -430,7 +430,7 @@ def _sizes(found: Survey) -> None:
         closer += owned
         for entry, _ in owned:
             suspects.update((name, None) for name in live.named(entry) if key.parse(name).transaction == transaction)
-    with ThreadPoolExecutor(READERS, "weightvc-fsck") as pool:
+    with Pool(READERS, "weightvc-fsck") as pool:
         todo = [name for name in suspects if name not in found.bad]
         for _ in parallel.ordered(pool, lambda name: read(found.shelf, name), todo, READERS):
             pass

@@ -3,12 +3,12 @@
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import pairwise, repeat
 
 from weightvc.errors import BadFile, BadName
+from weightvc.pool import Pool
 from weightvc.sources.base import Layout, LayoutFile, Source, TensorInfo
 from weightvc.sources.header import Header, collector_paused, read_header, shown, strict_json
 from weightvc.sources.local import LocalFiles
@@ -171,7 +171,7 @@ def _open_directory(files: Files, exclude: tuple[str, ...]) -> FileSource:
         return _read_header(files, path)
 
     if files.is_remote:
-        with ThreadPoolExecutor(8) as pool:
+        with Pool(8) as pool:
             side = list(pool.map(side_file, others))
             headers = list(pool.map(header, weights))
     else:

@@ -18,6 +18,7 @@ from weightvc.sources.base import Source
 from weightvc.sources.cast import cast
 from weightvc.sources.header import shown
 from weightvc.sources.memory import is_torch, name_fault, open_tensors, tensor_fault
+from weightvc.sources.transform import Transform, detached
 
 if TYPE_CHECKING:
     import numpy
@@ -133,16 +134,19 @@ class Shards:
         return self.source.read(index, start, stop)
 
 
-def open_shards(tensors: Mapping[str, Any], dtype: Any = None) -> Shards:
+def open_shards(tensors: Mapping[str, Any], dtype: Any = None, transform: Transform | None = None) -> Shards:
     """What this rank has of `{name: tensor}`: of a DTensor its shard; any other tensor is whole, here, or the same on
-    all ranks that have it. Floating tensors are read as `dtype`. Nothing is copied.
+    all ranks that have it. Floating tensors are read as `dtype`; or a transform is given all of them, and what it
+    makes is what this rank has. Nothing is copied.
 
     Raises BadTensor naming tensors that cannot be kept: also a DTensor with a Partial placement; Refused for what is
-    no mapping.
+    no mapping; and what the transform raises.
     """
     if not isinstance(tensors, Mapping):
         mend = "give model.state_dict()" if hasattr(tensors, "state_dict") else "give a mapping of names to tensors"
         raise Refused(f"a {type(tensors).__name__} is no mapping of names to what this rank has of tensors: {mend}")
+    if transform is not None:
+        tensors = transform.made({name: detached(value) for name, value in tensors.items()})
     parts: list[Part] = []
     faults = []
     for name, value in tensors.items():

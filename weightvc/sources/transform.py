@@ -36,15 +36,30 @@ class Transform:
         if not callable(self.function):
             raise Refused(f"transform {self.name!r:.100}: {self.function!r:.100} is no function")
 
-    def apply(self, source: Source) -> MemorySource:
-        """What is to be committed of a source, which may be closed then. Raises Refused (and its kinds)."""
-        made = self.function(_tensors(source))
-        where = f"what transform {self.name!r:.100} gave"
-        if not isinstance(made, Mapping):
-            raise Refused(f"{where} is a {type(made).__name__}: let it give a mapping of names to tensors")
+    @property
+    def labels(self) -> dict[str, str]:
+        """What a version's metadata says of it."""
+        return {NAME: self.name, VERSION: self.version}
+
+    def apply(self, source: Source, bucket: str | None = None) -> MemorySource:
+        """What is to be committed of a source, which may be closed then; `bucket` says what it is, if it is not all.
+        Raises Refused (and its kinds)."""
+        where = f"what transform {self.name!r:.100} gave" + (f" of {bucket}" if bucket else "")
+        made = self.made(_tensors(source))
         if source.tensors and not made:
-            raise Refused(f"{where} is empty: let it give what is served, also what stays as it is")
+            more = "; what it needs together, add together, by add_all()" if bucket else ""
+            raise Refused(f"{where} is empty: let it give what is served, also what stays as it is{more}")
         return open_tensors(made, where)
+
+    def made(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the function makes of tensors. Raises what it raises, and Refused for what is no mapping."""
+        made = self.function(tensors)
+        if not isinstance(made, Mapping):
+            raise Refused(
+                f"what transform {self.name!r:.100} gave is a {type(made).__name__}: "
+                "let it give a mapping of names to tensors"
+            )
+        return made
 
 
 def checked(transform: Any, dtype: Any, metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -60,7 +75,7 @@ def checked(transform: Any, dtype: Any, metadata: Mapping[str, Any] | None) -> M
     taken = [key for key in (NAME, VERSION) if key in said]
     if taken:
         raise Refused(f"metadata has {taken[0]!r}, which the transform says: leave it out")
-    return {**said, NAME: transform.name, VERSION: transform.version}
+    return {**said, **transform.labels}
 
 
 def kept(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,12 +83,16 @@ def kept(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {key: metadata[key] for key in (NAME, VERSION) if key in metadata}
 
 
+def detached(value: Any) -> Any:
+    """The same tensor, with nothing that would record gradients."""
+    return value.detach() if is_torch(value) else value
+
+
 def _tensors(source: Source) -> Mapping[str, Any]:
     components: dict[str, dict[str, Any]] = {}
     for i, info in enumerate(source.tensors):
         if isinstance(source, MemorySource):
-            value = source.value(i)
-            value = value.detach() if is_torch(value) else value
+            value = detached(source.value(i))
         else:
             value = to_torch(info.dtype, info.shape, bytearray(source.read(i, 0, info.nbytes)))
         components.setdefault(info.component, {})[info.name] = value

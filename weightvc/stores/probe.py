@@ -3,11 +3,11 @@
 import secrets
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 - racers wait for each other
 from functools import partial
 from typing import Any
 
-from weightvc.errors import Conflict, KeyNotFound, StateUnknown, Unavailable, UnsafeStore
+from weightvc.errors import Conflict, KeyNotFound, Refused, StateUnknown, Unavailable, UnsafeStore
 from weightvc.stores.base import Got, Store
 
 _MEND = (
@@ -20,7 +20,8 @@ def probe(store: Store, writers: int = 4, rounds: int = 3) -> dict[str, Any]:
     """Race `writers` threads on each of `rounds` small keys under probe/, and delete these again.
 
     Returns what was found, as JSON values. A store that is conditional by construction is not touched. Raises
-    UnsafeStore, with the reason, if the store breaks a promise; AccessDenied, Unavailable if it cannot be asked.
+    UnsafeStore, with the reason, if the store breaks a promise; AccessDenied, Unavailable if it cannot be asked;
+    Refused when the interpreter ends, which leaves nobody threads.
     """
     if store.conditional:
         return {"conditional": "by construction"}
@@ -28,7 +29,11 @@ def probe(store: Store, writers: int = 4, rounds: int = 3) -> dict[str, Any]:
     keys = [f"probe/{token}-{i}" for i in range(rounds)]
     try:
         with ThreadPoolExecutor(rounds) as threads:  # at once, since losers of a race may be kept waiting
-            list(threads.map(partial(_round, store, writers), keys))
+            try:
+                raced = threads.map(partial(_round, store, writers), keys)
+            except RuntimeError as error:
+                raise Refused(f"{store.url} cannot be probed ({error}): do it before the main thread ends") from None
+            list(raced)
         listed = {one.key for one in store.list(f"probe/{token}")}
         if listed != set(keys):
             raise UnsafeStore(f"{store.url} does not list what was just written there: {_MEND}")

@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -37,6 +36,7 @@ from weightvc.errors import (
     Unavailable,
     UnsafeStore,
 )
+from weightvc.pool import Pool
 from weightvc.stores.base import Got, Listed, Stats, check_key, check_prefix, check_range, is_key
 
 T = TypeVar("T")
@@ -339,7 +339,7 @@ class S3Store:
                 raise _Changed
             return got.data[:length]
 
-        with ThreadPoolExecutor(_PARALLEL) as threads:
+        with Pool(_PARALLEL) as threads:
             return list(threads.map(part, range(start, stop, _PART)))
 
     def _put(self, key: str, data: bytes, **conditions: str) -> str:
