@@ -7,7 +7,6 @@ A layer is what a tensor's name says up to its first number ("model.layers.3"), 
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +16,7 @@ from weightvc.history import version_of
 from weightvc.objects import dtypes, manifest
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.schema import Schema
+from weightvc.pool import Pool
 from weightvc.protocol import parallel, resolve
 from weightvc.protocol.patches import Recent, Side
 from weightvc.protocol.refs import Refs
@@ -110,7 +110,7 @@ def weights(shelf: Shelf, line: Sequence[Entry]) -> Weights | None:
     same = [e for e in stored if e.place is not None and e.place.schema == key]
     largest = max(e.place.nbytes for e in same if e.place is not None)
     chosen = spread(same, max(1, min(COLUMNS, READ // max(1, largest))))
-    with ThreadPoolExecutor(resolve.READERS, "weightvc-report") as pool:
+    with Pool(resolve.READERS, "weightvc-report") as pool:
         made = list(parallel.ordered(pool, lambda e: _manifest(shelf, e), list(reversed(chosen)), 16))
     schema = shelf.schema(made[0].schema, made[0].schema_digest)
     layers = Layers(schema)
@@ -205,7 +205,7 @@ def changes(shelf: Shelf, refs: Refs, line: Sequence[Entry], count: int) -> Chan
         out = Changes(run[1:], layers.names, [[0] * len(layers.names) for _ in run[1:]], [], layers.elements)
         out.read = [0] * len(layers.names)
         blocks = list(_within(schema, manifest.blocks(schema, None)))
-        with ThreadPoolExecutor(parallel.workers(), "weightvc-report") as pool:
+        with Pool(parallel.workers(), "weightvc-report") as pool:
             made = parallel.ordered(pool, lambda b: _compared(sides, layers, b), blocks, 4)
             for read, changed, steps in made:
                 for layer, number in read.items():
