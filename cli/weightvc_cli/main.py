@@ -31,6 +31,8 @@ COMMANDS: Final = {
     "cat": "history",
     "reflog": "history",
     "diff": "compare",
+    "density": "compare",
+    "audit": "audit",
     "branch": "refs",
     "tag": "refs",
     "reset": "refs",
@@ -49,7 +51,7 @@ COMMANDS: Final = {
 }
 SECTIONS: Final = {
     "Weights in and out": ("work", "rollout"),
-    "Look": ("history", "compare"),
+    "Look": ("history", "compare", "audit"),
     "Move branches and tags": ("refs",),
     "Keep in order": ("ways", "maintenance", "recovery", "doctor"),
     "Other places": ("mirror", "exchange"),
