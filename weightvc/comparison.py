@@ -177,7 +177,7 @@ def diff(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Diff:
-    """Compare anything that can be committed: paths, URLs, dicts, modules, or open sources.
+    """Compare the tensors of anything that can be committed: paths, URLs, dicts, modules, or open sources.
 
     `closely`: count by exponent too, and see what XOR and zstd would take, for about twice the time. `options` are
     those of open_source (dtype, names, name, exclude). Raises Refused for what cannot be read.
@@ -185,7 +185,7 @@ def diff(
     opened: list[Source] = []
     try:
         for side in (old, new):
-            opened.append(open_source(side, **options))
+            opened.append(open_source(side, side_files=False, **options))
         return _diff(opened[0], opened[1], closely, progress)
     finally:
         for side, source in zip((old, new), opened, strict=False):
