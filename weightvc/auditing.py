@@ -187,12 +187,13 @@ class Audit:
                 f"They are {self.stride:g} steps apart, in which changes add up: publish every step, which changes "
                 "less, and audit those."
             )
-        growth = self.growth
-        if growth is not None and growth < 0.9:
-            return (
-                f"The share grows only as k^{growth:.2f}: publish every 8th, for {8**growth / 8:.0%} of the bytes a "
-                "step; it falls by itself as the learning rate does."
-            )
+        for one in self.distances:
+            if one.apart == 8 and one.patch < 6 * self.distances[0].patch:
+                part = one.patch / 8 / self.distances[0].patch
+                return (
+                    f"Publish every 8th: its patch has {part:.0%} of the bytes of eight. The share falls by itself "
+                    "as the learning rate does."
+                )
         return "That falls with the learning rate: publish fewer versions until it has decayed, and audit again."
 
 

@@ -118,7 +118,8 @@ def test_growth_and_what_compaction_adds() -> None:
 
 def test_verdicts() -> None:
     assert audited(0.01).verdict.startswith("Patches pay: they are 200 times smaller than whole checkpoints, and 20")
-    assert "publish every 8th, for 35% of the bytes" in audited(0.4, 0.4 * 2**0.5).verdict
+    assert "Publish every 8th: its patch has 25% of the bytes of eight" in audited(0.4, 0.5, 0.6, 0.8).verdict
+    assert "publish fewer versions" in audited(0.4, 0.5).verdict
     assert "Patches pay little" in audited(0.4).verdict
     assert "Patches do not pay: they are only 2.2 times" in audited(0.9).verdict
     assert "100 steps apart" in audited(0.9, stride=100.0).verdict
