@@ -156,8 +156,8 @@ def _train(folder: Path, size: Size) -> None:
     if size == QUICK:
         torch.set_num_threads(1)  # threads that wait for one another would take longer on a machine that is busy
     torch.manual_seed(0)
-    tokens = torch.tensor(_tokens(size))
-    model = _model(size)
+    tokens = torch.tensor(library(size))
+    model = decoder(size)
     say(f"inputs: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {tokens.numel()} tokens")
     generator = torch.Generator().manual_seed(0)
 
@@ -174,7 +174,7 @@ def _train(folder: Path, size: Size) -> None:
             optimizer.step()
         return float(loss.item())
 
-    first = _optimizers(model, "adamw", 1e-3)
+    first = optimizers_of(model, "adamw", 1e-3)
     for count in range(size.pretrain):
         first[0].param_groups[0]["lr"] = 1e-3 * (1 - count / size.pretrain)
         loss = step(model, first)
@@ -182,7 +182,7 @@ def _train(folder: Path, size: Size) -> None:
     state, moments = copy.deepcopy(model.state_dict()), first[0].state_dict()
     for way in WAYS:
         model.load_state_dict(state)
-        optimizers = _optimizers(model, way.optimizer, way.rate)
+        optimizers = optimizers_of(model, way.optimizer, way.rate)
         if way.optimizer == "adamw":
             optimizers[0].load_state_dict(copy.deepcopy(moments))
             for group in optimizers[0].param_groups:
@@ -199,7 +199,7 @@ def _train(folder: Path, size: Size) -> None:
     torch.set_num_threads(threads)
 
 
-def _tokens(size: Size) -> list[int]:
+def library(size: Size) -> list[int]:
     """Python's library as numbers of its words, spaces and signs; 0 for the rarer ones."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[: size.modules]
     text = "".join(path.read_text(errors="ignore") for path in paths)
@@ -208,7 +208,7 @@ def _tokens(size: Size) -> list[int]:
     return [number.get(word, 0) for word in words]
 
 
-def _model(size: Size) -> Any:
+def decoder(size: Size) -> Any:
     """A decoder with the parts and the names that today's have."""
     import torch
     from torch import nn
@@ -268,7 +268,8 @@ def _model(size: Size) -> Any:
     return Decoder()
 
 
-def _optimizers(model: Any, name: str, rate: float) -> list[Any]:
+def optimizers_of(model: Any, name: str, rate: float) -> list[Any]:
+    """What trains a model together."""
     import torch
 
     if name == "adamw":
@@ -285,11 +286,17 @@ def _optimizers(model: Any, name: str, rate: float) -> list[Any]:
 
 
 def _save(model: Any, export: str, path: Path) -> None:
-    import torch
     from safetensors.torch import save_file
 
+    save_file(exported(model.state_dict(), export), path)
+
+
+def exported(state: dict[str, Any], export: str) -> dict[str, Any]:
+    """float32 masters as they are served."""
+    import torch
+
     tensors = {}
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         if export == "fp8" and value.ndim == 2 and "embed" not in name:
             # A float32 scale for each 128 × 128 weights; all extents are multiples of that.
             rows, columns = value.shape[0] // 128, value.shape[1] // 128
@@ -301,7 +308,7 @@ def _save(model: Any, export: str, path: Path) -> None:
             tensors[name] = value.clone()
         else:
             tensors[name] = value.to(torch.bfloat16)
-    save_file(tensors, path)
+    return tensors
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ from weightvc.errors import (
 
 if TYPE_CHECKING:
     from weightvc import dcp, engines, hooks
+    from weightvc.auditing import Audit, audit
     from weightvc.client import Client, Timings, Update, Watch
     from weightvc.comparison import Diff, TensorDiff, diff
     from weightvc.doctor import Finding
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Audit": "weightvc.auditing",
+    "audit": "weightvc.auditing",
     "Client": "weightvc.client",
     "Timings": "weightvc.client",
     "Update": "weightvc.client",
@@ -106,6 +109,7 @@ _LAZY = {
 
 __all__ = [
     "AccessDenied",
+    "Audit",
     "BadFile",
     "BadName",
     "BadTensor",
@@ -164,6 +168,7 @@ __all__ = [
     "Watch",
     "WeightvcError",
     "WeightvcWarning",
+    "audit",
     "dcp",
     "diff",
     "engines",

@@ -1,8 +1,9 @@
 """Diff: what changed between two sets of weights, tensor by tensor, and what storing such steps would take."""
 
+import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weightvc.objects import dtypes
@@ -24,6 +25,42 @@ EGRESS_PRICE: Final = 0.09 / 1e9
 """Of a byte sent to the internet."""
 REQUESTS: Final = (2, 2)
 """PUTs and GETs of one commit with its baseline at hand."""
+
+FLOATS: Final = {
+    "BF16": (8, 7),
+    "F16": (5, 10),
+    "F32": (8, 23),
+    "F64": (11, 52),
+    "F8_E4M3": (4, 3),
+    "F8_E4M3FNUZ": (4, 3),
+    "F8_E5M2": (5, 2),
+    "F8_E5M2FNUZ": (5, 2),
+}
+"""Bits of exponent and of mantissa, of the dtypes whose order is that of their bits."""
+_NUMBER: Final = re.compile(r"(?:.*?\.)?[0-9]+(?=\.|$)")
+
+
+def costs(sizes: Mapping[str, float], step_seconds: float, readers: int = 1) -> dict[str, float]:
+    """A day of versions on S3, one every `step_seconds`, in US dollars and bytes.
+
+    `sizes` has the bytes that a version takes, by the name under which the figures come.
+    """
+    steps = 86400 / step_seconds
+    puts, gets = REQUESTS
+    out: dict[str, float] = {"steps": steps, "step_seconds": step_seconds, "readers": readers}
+    for name, nbytes in sizes.items():
+        out[f"{name}_bytes"] = nbytes * steps
+        out[f"{name}_requests"] = steps * (puts * PUT_PRICE + gets * GET_PRICE + readers * 2 * GET_PRICE)
+        out[f"{name}_month"] = nbytes * steps * MONTH_PRICE
+        out[f"{name}_egress"] = nbytes * steps * readers * EGRESS_PRICE
+    return out
+
+
+def layer_of(component: str, name: str) -> str:
+    """The layer that a tensor belongs to: its name up to the first number, else without its last part."""
+    found = _NUMBER.match(name)
+    layer = found[0] if found else name.rpartition(".")[0] or name
+    return f"{component}/{layer}" if component else layer
 
 
 @dataclass(slots=True)
@@ -47,6 +84,39 @@ class TensorDiff:
 
 
 @dataclass(slots=True)
+class GroupDiff:
+    """Tensors of the new side that have something in common: a layer, or a dtype."""
+
+    name: str
+    tensors: int = 0
+    elements: int = 0
+    changed: int = 0
+    patch: int = 0
+
+    @property
+    def density(self) -> float:
+        """Changed elements over elements."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+@dataclass(slots=True)
+class ExponentDiff:
+    """Old weights of one dtype from 2^exponent up to twice that; None: zeros and subnormal numbers."""
+
+    dtype: str
+    exponent: int | None
+    elements: int
+    changed: int
+    single: int
+    """Of those that changed, how many moved to the next representable value."""
+
+    @property
+    def density(self) -> float:
+        """Changed elements over elements."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+@dataclass(slots=True)
 class Diff:
     """All tensors of both sides, in order."""
 
@@ -61,47 +131,76 @@ class Diff:
     full: int = 0
     """Canonical bytes of the new side."""
 
+    xor: int | None = None
+    """Bytes of zstd of the XORs, by chunk, which is what is done without a codec; None unless looked at closely."""
+    exponents: list[ExponentDiff] = field(default_factory=list)
+    """Floating elements that both sides have, by dtype and exponent; none unless looked at closely."""
+
     @property
     def density(self) -> float:
         """Changed elements over elements."""
         return self.changed / self.elements if self.elements else 0.0
 
+    @property
+    def layers(self) -> list[GroupDiff]:
+        """The new side's tensors by layer, in order."""
+        made = self._by((layer_of(t.component, t.name), t) for t in self.tensors)
+        return sorted(made, key=lambda group: [(len(w), w) if w.isdigit() else (0, w) for w in group.name.split(".")])
+
+    @property
+    def dtypes(self) -> list[GroupDiff]:
+        """The new side's tensors by dtype, what has the most elements first."""
+        made = self._by((t.dtype, t) for t in self.tensors)
+        return sorted(made, key=lambda group: (-group.elements, group.name))
+
+    def _by(self, named: Iterable[tuple[str, TensorDiff]]) -> Iterable[GroupDiff]:
+        made: dict[str, GroupDiff] = {}
+        for name, tensor in named:
+            if tensor.status != "removed":
+                group = made.setdefault(name, GroupDiff(name))
+                group.tensors += 1
+                group.elements += tensor.elements
+                group.changed += tensor.changed
+                group.patch += tensor.patch
+        return made.values()
+
     def costs(self, step_seconds: float, readers: int = 1) -> dict[str, float]:
         """A day of such steps on S3, in US dollars and bytes, for patches and for full checkpoints."""
-        steps = 86400 / step_seconds
-        puts, gets = REQUESTS
-        out: dict[str, float] = {"steps": steps, "step_seconds": step_seconds, "readers": readers}
-        for name, nbytes in (("patch", self.patch), ("full", self.full)):
-            out[f"{name}_bytes"] = nbytes * steps
-            out[f"{name}_requests"] = steps * (puts * PUT_PRICE + gets * GET_PRICE + readers * 2 * GET_PRICE)
-            out[f"{name}_month"] = nbytes * steps * MONTH_PRICE
-            out[f"{name}_egress"] = nbytes * steps * readers * EGRESS_PRICE
-        return out
+        return costs({"patch": self.patch, "full": self.full}, step_seconds, readers)
 
 
-def diff(old: Any, new: Any, *, progress: Callable[[int, int], None] | None = None, **options: Any) -> Diff:
-    """Compare anything that can be committed: paths, URLs, dicts, modules, or open sources.
+def diff(
+    old: Any,
+    new: Any,
+    *,
+    closely: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Diff:
+    """Compare the tensors of anything that can be committed: paths, URLs, dicts, modules, or open sources.
 
-    `options` are those of open_source (dtype, names, name, exclude). Raises Refused for what cannot be read.
+    `closely`: count by exponent too, and see what XOR and zstd would take, for about twice the time. `options` are
+    those of open_source (dtype, names, name, exclude). Raises Refused for what cannot be read.
     """
     opened: list[Source] = []
     try:
         for side in (old, new):
-            opened.append(open_source(side, **options))
-        return _diff(opened[0], opened[1], progress)
+            opened.append(open_source(side, side_files=False, **options))
+        return _diff(opened[0], opened[1], closely, progress)
     finally:
         for side, source in zip((old, new), opened, strict=False):
             if source is not side:
                 source.close()
 
 
-def _diff(old: Source, new: Source, progress: Callable[[int, int], None] | None) -> Diff:
+def _diff(old: Source, new: Source, closely: bool, progress: Callable[[int, int], None] | None) -> Diff:
     import weightvc_kernels as kernels
 
     ours, theirs = Schema(new.tensors), Schema(old.tensors)
     result = Diff([], {}, elements=ours.elements, full=ours.nbytes)
     rows: dict[tuple[str, str], TensorDiff] = {}
     steps: Counter[int] = Counter()
+    exponents: dict[str, Any] = {}
     for tensor in new.tensors:
         i = theirs.index.get((tensor.component, tensor.name), -1)
         before = old.tensors[i] if i >= 0 else None
@@ -117,7 +216,7 @@ def _diff(old: Source, new: Source, progress: Callable[[int, int], None] | None)
         if (tensor.component, tensor.name) not in rows:
             rows[tensor.component, tensor.name] = _row(tensor, "removed")
 
-    def work(block: tuple[int, int]) -> tuple[tuple[int, int], int, int, Counter[int]]:
+    def work(block: tuple[int, int]) -> tuple[tuple[int, int], _Found]:
         low, high = block
         a, b = _bytes(old, theirs, ours, low, high), _bytes(new, ours, ours, low, high)
         tensor = ours.tensors[ours.tensor_of(low)]
@@ -125,11 +224,13 @@ def _diff(old: Source, new: Source, progress: Callable[[int, int], None] | None)
         assert b is not None
         if a is None:
             _, payload = kernels.encode_whole(b, lane)
-            return block, len(payload), len(b) // lane, Counter()
-        if a == b:
-            return block, 0, 0, Counter()
-        _, payload, was = coding.patch(tensor.dtype, lane, a, b)
-        return block, len(payload), was.size, _steps(kernels, a, b, lane, tensor.dtype)
+            return block, _Found(len(payload), len(b) // lane, len(payload))
+        found = _Found()
+        if a != b:
+            _, payload, was = coding.patch(tensor.dtype, lane, a, b)
+            found = _Found(len(payload), was.size)
+        _look(kernels, found, a, b, lane, tensor.dtype, closely)
+        return block, found
 
     # One tensor a block here: the weight of each is asked for, not the smallest whole.
     blocks = [
@@ -145,16 +246,19 @@ def _diff(old: Source, new: Source, progress: Callable[[int, int], None] | None)
         return dtype, kernels.context.sample(a, b, dtype, 2) if known else None
 
     coding = coder.Coder()
-    done = 0
+    done = xor = 0
     with Pool(parallel.workers(), "weightvc-diff") as pool:
         if ours.nbytes >= coder.CONTEXT_FROM:
             coding.learn(parallel.ordered(pool, sample, blocks[4::8] or blocks, 16))
-        for (low, high), nbytes, changed, found in parallel.ordered(pool, work, blocks, 2 * parallel.workers() + 2):
+        for (low, high), found in parallel.ordered(pool, work, blocks, 2 * parallel.workers() + 2):
             tensor = ours.tensors[ours.tensor_of(low)]
             row = rows[tensor.component, tensor.name]
-            row.patch += nbytes
-            row.changed += changed
-            steps.update(found)
+            row.patch += found.nbytes
+            row.changed += found.changed
+            steps.update(found.steps)
+            xor += found.xor
+            if found.exponents is not None:
+                exponents[tensor.dtype] = exponents.get(tensor.dtype, 0) + found.exponents
             if progress is not None:
                 done += ours.position(high) - ours.position(low)
                 progress(done, ours.nbytes)
@@ -165,6 +269,9 @@ def _diff(old: Source, new: Source, progress: Callable[[int, int], None] | None)
     result.changed = sum(row.changed for row in result.tensors)
     result.patch = sum(row.patch for row in result.tensors)
     result.steps = dict(sorted(steps.items()))
+    if closely:
+        result.xor = xor
+        result.exponents = [row for dtype in sorted(exponents) for row in _exponents(dtype, exponents[dtype])]
     return result
 
 
@@ -192,13 +299,55 @@ def _bytes(source: Source, schema: Schema, ours: Schema, low: int, high: int) ->
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _steps(kernels: Any, old: Any, new: Any, lane: int, dtype: str) -> "Counter[int]":
+@dataclass(slots=True)
+class _Found:
+    """What one block tells."""
+
+    nbytes: int = 0
+    changed: int = 0
+    xor: int = 0
+    steps: "Counter[int]" = field(default_factory=Counter)
+    exponents: Any = None
+    """Elements, changed, and moved by one, int64 [3, exponents]."""
+
+
+def _look(kernels: Any, found: _Found, old: Any, new: Any, lane: int, dtype: str, closely: bool) -> None:
+    """Add to what was found the steps, and if `closely`, exponents, and what others would store."""
     import numpy as np
 
-    if not dtype.startswith(("F", "BF")) or dtype in ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"):
-        return Counter()
-    at = kernels.diff_lanes(old, new, lane)
     kind = np.dtype(f"<u{lane}")
-    moved = kernels.ulp_steps(np.frombuffer(old, kind)[at], np.frombuffer(new, kind)[at], lane)
-    values, counts = np.unique(moved[np.abs(moved) <= STEPS_KEPT], return_counts=True)
-    return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    before, after = np.frombuffer(old, kind), np.frombuffer(new, kind)
+    at = np.empty(0, np.int64)
+    moved = at
+    if dtype in FLOATS and found.changed:
+        at = kernels.diff_lanes(old, new, lane)
+        moved = np.abs(step := kernels.ulp_steps(before[at], after[at], lane))
+        values, counts = np.unique(step[moved <= STEPS_KEPT], return_counts=True)
+        found.steps = Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    if closely and found.changed:
+        import zstandard
+
+        # Level 1, as all do who need it beside training.
+        found.xor = len(zstandard.compress((before ^ after).tobytes(), 1))
+    if closely and dtype in FLOATS:
+        width, mantissa = FLOATS[dtype]
+        mask = (1 << width) - 1
+        one = moved == 1
+        found.exponents = np.zeros((3, mask + 1), np.int64)
+        # Piece by piece: what counts takes eight bytes an element.
+        for piece in range(0, before.size, 1 << 18):
+            found.exponents[0] += np.bincount(
+                before[piece : piece + (1 << 18)] >> mantissa & mask, minlength=mask + 1
+            )
+        for row, some in ((1, at), (2, at[one])):
+            found.exponents[row] += np.bincount(before[some] >> mantissa & mask, minlength=mask + 1)
+
+
+def _exponents(dtype: str, counts: Any) -> list[ExponentDiff]:
+    width, _ = FLOATS[dtype]
+    bias = (1 << (width - 1)) - (0 if dtype.endswith("FNUZ") else 1)
+    return [
+        ExponentDiff(dtype, i - bias if i else None, *counts[:, i].tolist())
+        for i in range(1 << width)
+        if counts[0, i]
+    ]

@@ -60,6 +60,35 @@ class Numbered:
         return self.path.name
 
 
+def numbered(directory: Path, only: str = "*") -> list[Numbered]:
+    """What is numbered in a directory, in order, of names that match `only`. Raises BadFile, BadName."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise BadFile(
+            f"{directory}: cannot be listed: {error.strerror}: name the directory that has the checkpoints"
+        ) from None
+    found: dict[int, Numbered] = {}
+    stems: dict[str, str] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is None or name.startswith((".", "tmp")) or not fnmatchcase(name, only):
+            continue
+        if match[3] and _SHARD.fullmatch(name):
+            continue
+        if not match[3] and not (directory / name).is_dir():
+            continue
+        if len(match["number"]) > DIGITS:
+            raise BadName(f"{name!r:.200}: its number has over {DIGITS} digits: rename it, or choose others (--only)")
+        one = Numbered(int(match["number"]), directory / name)
+        stems.setdefault(match["stem"], name)
+        if len(stems) > 1 or one.number in found:
+            other = found[one.number].name if one.number in found else next(iter(stems.values()))
+            raise BadName(f"{directory}: {other!r} and {name!r} are both numbered: say which to take (--only)")
+        found[one.number] = one
+    return [found[number] for number in sorted(found)]
+
+
 @dataclass(frozen=True, slots=True)
 class Imported:
     """A checkpoint that was committed."""
@@ -116,7 +145,7 @@ class Import:
         checksums; Refused for one that has other weights than the branch's version of that step, that comes before
         what the branch has, or whose base is missing; and what commit() raises. Those before it are in.
         """
-        found = self._found()
+        found = numbered(self.directory, self._only)
         if not found:
             raise BadFile(
                 f"{self.directory}: has no checkpoint whose name ends in a number (step_000120, checkpoint-120, "
@@ -150,7 +179,7 @@ class Import:
         if not self.directory.is_dir():
             watch.tell("", "", f"waiting for {self.directory}: there is no such directory")
             return
-        found = self._found()
+        found = numbered(self.directory, self._only)
         looks = {one: look for one in found if (look := self._look(one)) is not None}
         for one in watch.gone(looks):
             if one.number not in self._steps()[0]:
@@ -181,38 +210,6 @@ class Import:
                     watch.tell(one.name, "unwhole", text)
 
     # What is there
-
-    def _found(self) -> list[Numbered]:
-        """What is numbered in the directory, in order. Raises BadFile, BadName."""
-        try:
-            names = sorted(os.listdir(self.directory))
-        except OSError as error:
-            raise BadFile(
-                f"{self.directory}: cannot be listed: {error.strerror}: name the directory that has the checkpoints"
-            ) from None
-        found: dict[int, Numbered] = {}
-        stems: dict[str, str] = {}
-        for name in names:
-            match = _NUMBERED.fullmatch(name)
-            if match is None or name.startswith((".", "tmp")) or not fnmatchcase(name, self._only):
-                continue
-            if match[3] and _SHARD.fullmatch(name):
-                continue
-            if not match[3] and not (self.directory / name).is_dir():
-                continue
-            if len(match["number"]) > DIGITS:
-                raise BadName(
-                    f"{name!r:.200}: its number has over {DIGITS} digits: rename it, or choose others (--only)"
-                )
-            one = Numbered(int(match["number"]), self.directory / name)
-            stems.setdefault(match["stem"], name)
-            if len(stems) > 1 or one.number in found:
-                other = found[one.number].name if one.number in found else next(iter(stems.values()))
-                raise BadName(
-                    f"{self.directory}: {other!r} and {name!r} are both numbered: say which to take (--only)"
-                )
-            found[one.number] = one
-        return [found[number] for number in sorted(found)]
 
     def _look(self, one: Numbered) -> Look | None:
         """What its files look like now; None if it is gone."""

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +28,7 @@ from weightvc.recovery import Recovery
 from weightvc.retention import Retention
 
 if TYPE_CHECKING:
+    from weightvc.auditing import Audit
     from weightvc.comparison import Diff
     from weightvc.protocol.checkout import Stat
     from weightvc.protocol.compact import Compacted, Report
@@ -440,6 +442,36 @@ class Repository(Publishing, Retention, Recovery):
         told = [read(path) for path in metrics]
         with self.snapshot() as root:
             return gather(self._shelf, root, count=count, sample=sample, told=told)
+
+    def audit(self, ref: Ref = HEAD, *, run: str | None = None, last: int | None = None, **options: Any) -> "Audit":
+        """What the updates of a run look like, and whether patches pay: of the versions that `ref` descends from, by
+        first parents; of those labelled `run` if that is given; of the newest `last` of them.
+
+        Versions that have expired are passed over. `options` are those of weightvc.audit. Raises Refused for less
+        than two versions.
+        """
+        from weightvc.auditing import audit
+
+        refs = self._refs()
+        found: list[Entry] = []
+        for entry in refs.history(refs.resolve(ref).entry):
+            if not entry.gone and (run is None or version_of(entry).run == run):
+                found.append(entry)
+                if len(found) == last:
+                    break
+        found.reverse()
+        versions = [version_of(entry) for entry in found]
+        steps = [version.step for version in versions if version.step is not None]
+        named = {
+            version.short: partial(self._open, refs, entry, whole=True)
+            for version, entry in zip(versions, found, strict=True)
+        }
+        if len(named) < 2:
+            label = f" labelled run={run!r:.100}" if run is not None else ""
+            raise Refused(
+                f"an audit compares versions, and {said(ref)} has {len(named) or 'none'}{label}: commit two at least"
+            )
+        return audit(named, steps=steps if len(steps) == len(versions) else None, **options)
 
     def files(self, ref: Ref = HEAD) -> dict[str, int]:
         """The files that a checkout would write, with their sizes in bytes."""

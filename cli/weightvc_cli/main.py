@@ -31,6 +31,8 @@ COMMANDS: Final = {
     "cat": "history",
     "reflog": "history",
     "diff": "compare",
+    "density": "compare",
+    "audit": "audit",
     "branch": "refs",
     "tag": "refs",
     "reset": "refs",
@@ -50,7 +52,7 @@ COMMANDS: Final = {
 }
 SECTIONS: Final = {
     "Weights in and out": ("work", "rollout"),
-    "Look": ("history", "compare", "report"),
+    "Look": ("history", "compare", "audit", "report"),
     "Move branches and tags": ("refs",),
     "Keep in order": ("ways", "maintenance", "recovery", "doctor"),
     "Other places": ("mirror", "exchange"),

@@ -81,3 +81,14 @@ def test_a_missing_path_without_a_repository(shell: Shell) -> None:
     old, _ = _pair(shell)
     message = shell.fails(3, "diff", old, "typo.safetensors")
     assert "'typo.safetensors' is no file or directory" in message
+
+
+def test_what_lies_beside_weights_does_not_count(shell: Shell) -> None:
+    for step in (1, 2):
+        folder = shell.cwd / f"checkpoint-{step}"
+        checkpoint(folder / "model.safetensors", **weights(step))
+        with (folder / "optimizer.pt").open("wb") as file:
+            file.truncate(65 << 20)  # more than is read of a side file
+    for command in ("diff", "density"):
+        assert shell.json(command, "checkpoint-1", "checkpoint-2")["changed"] == 2
+    assert shell.json("audit", ".")["distances"][0]["changed"] == 2

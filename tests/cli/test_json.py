@@ -68,6 +68,9 @@ def told(shell: Shell) -> dict[str, list[Any]]:
     run("ls", "ls")
     run("ls --files", "ls", "--files")
     run("diff", "diff", "main~1", "main")
+    run("density", "density", "main~1", "main")
+    run("audit", "audit")
+    run("audit", "audit", "--dtype", "fp32")  # of which bf16 is tried too
     run("plan", "plan", "nothing", "main")
     run("mirror", "mirror", ".weightvc", "near")
     run("follow", "follow", "--into", "slots", "--updates", "1")

@@ -5,9 +5,9 @@ import pytest
 import weightvc
 from tests.kit import history
 from tests.kit.weights import Bits, Tensor, Weights, flipped, tensor
+from weightvc.comparison import layer_of
 from weightvc.errors import AccessDenied
 from weightvc.objects import key
-from weightvc.objects.tensor import TensorInfo
 from weightvc.report import layers
 from weightvc.repository import Repository
 
@@ -34,24 +34,6 @@ def trained(repository: Repository, count: int) -> list[Weights]:
     return made
 
 
-def info(name: str, component: str = "") -> TensorInfo:
-    return TensorInfo(component, name, "U8", (1,), 1)
-
-
-def test_layers_by_names() -> None:
-    names = {
-        "model.layers.3.mlp.up.weight": "model.layers.3",
-        "model.layers.10.experts.7.weight": "model.layers.10",
-        "lm_head.weight": "lm_head",
-        "w": "w",
-        "0.weight": "0",
-        "block2.weight": "block2",
-    }
-    for name, layer in names.items():
-        assert layers.layer_of(info(name)) == layer
-    assert layers.layer_of(info("a.1.b", "draft")) == "draft/a.1"
-
-
 def test_what_layers_changed_is_what_diff_finds(repository: Repository) -> None:
     trained(repository, 5)
     found = repository.report(sample=3).changes
@@ -65,7 +47,7 @@ def test_what_layers_changed_is_what_diff_finds(repository: Repository) -> None:
         diff = repository.diff(entry.version.parents[0], entry.version)
         wanted = dict.fromkeys(found.layers, 0)
         for one in diff.tensors:
-            wanted[layers.layer_of(info(one.name))] += one.changed
+            wanted[layer_of("", one.name)] += one.changed
         assert dict(zip(found.layers, found.changed[number], strict=True)) == wanted
         assert sum(found.changed[number]) == entry.changed
         for step, count in diff.steps.items():

@@ -1,7 +1,6 @@
 """What layers changed. Two answers: of the whole run, roughly, from the block indexes of some manifests; and of the
 newest versions exactly, from their weights.
 
-A layer is what a tensor's name says up to its first number ("model.layers.3"), else its name without the last part.
 """
 
 import re
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from weightvc.comparison import layer_of
 from weightvc.history import version_of
 from weightvc.objects import dtypes, manifest
 from weightvc.objects.catalogue import Entry
@@ -37,7 +37,6 @@ LAYERS: Final = 128
 FAR: Final = 9
 """Moves of so many representable values, or more, are counted together."""
 
-_NUMBER: Final = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 _EXPONENTS: Final = {
     "BF16": (7, 0xFF, 127),
     "F16": (10, 0x1F, 15),
@@ -49,19 +48,11 @@ _EXPONENTS: Final = {
 """By dtype, where the exponent begins, its mask, and its bias."""
 
 
-def layer_of(tensor: "TensorInfo") -> str:
-    """The layer that a tensor belongs to."""
-    found = _NUMBER.search(tensor.name)
-    end = found.end() if found else tensor.name.rfind(".")
-    name = tensor.name[:end] if end > 0 else tensor.name
-    return f"{tensor.component}/{name}" if tensor.component else name
-
-
 class Layers:
     """The layers of a schema: their names in natural order, and which of them each tensor belongs to."""
 
     def __init__(self, schema: Schema) -> None:
-        called = [layer_of(tensor) for tensor in schema.tensors]
+        called = [layer_of(tensor.component, tensor.name) for tensor in schema.tensors]
         found = sorted(set(called), key=_natural)
         each = -(-len(found) // LAYERS)
         groups = [found[at : at + each] for at in range(0, len(found), each)] if found else []

@@ -21,13 +21,14 @@ def open_source(
     dtype: Any = None,
     name: str | None = None,
     exclude: Iterable[str] = (),
+    side_files: bool = True,
     transform: "Transform | None" = None,
 ) -> Source:
     """Open whatever can be committed; close() the result.
 
     `source` is a path or URL (a .safetensors file, a directory, a .pt file), a mapping of names to torch
     tensors or numpy arrays (or of components to such mappings), a torch.nn.Module, or a Source. `names` is
-    for modules (see open_module), `name` and `exclude` for files (see open_files). `dtype` has floating
+    for modules (see open_module), `name`, `exclude` and `side_files` for files (see open_files). `dtype` has floating
     tensors read as "bfloat16", "float16" or "float32" (or the torch.dtype of that name).
     `transform` makes tensors of what was opened, and is called here.
     Raises Refused (BadFile, BadTensor, BadName) and, for URLs, StoreError; and what the transform raises.
@@ -45,7 +46,7 @@ def open_source(
     if is_file:
         from weightvc.sources.files import open_files
 
-        opened = open_files(source, name=name, exclude=exclude)
+        opened = open_files(source, name=name, exclude=exclude, side_files=side_files)
     elif _is_module(source):
         from weightvc.sources.module import open_module
 

@@ -35,14 +35,19 @@ def is_url(path: str) -> bool:
 
 
 def open_files(
-    path_or_url: str | os.PathLike[str], *, name: str | None = None, exclude: Iterable[str] = ()
+    path_or_url: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    exclude: Iterable[str] = (),
+    side_files: bool = True,
 ) -> Source:
     """Open a .safetensors file, a directory of them, or a .pt, .pth or .bin file.
 
     A single file gets the path `name` in the layout ("model.safetensors" by default). In a directory, all
     files count: *.safetensors as weights (component: their folder), the others as side files, kept byte for
     byte. Left out are what a pattern of `exclude` matches (a path or any of its parts, as in *.pt or
-    optimizer), `.weightvc` anywhere, and `.git` at the top.
+    optimizer), `.weightvc` anywhere, and `.git` at the top. Without `side_files`, for whoever looks at tensors alone,
+    the others are not read, however large they are.
     Raises BadFile, BadName, BadTensor; for URLs also AccessDenied, Unavailable.
     """
     location = os.fspath(path_or_url).removeprefix("file://")
@@ -52,7 +57,7 @@ def open_files(
         if files.is_directory:
             if name is not None:
                 raise BadFile(f"{location}: a name ({name!r}) can be given to a single file only: leave it out")
-            return _open_directory(files, exclude)
+            return _open_directory(files, exclude, side_files)
         if exclude:
             raise BadFile(f"{location}: is one file: leave `exclude` out")
         if location.endswith(PICKLES):
@@ -147,7 +152,7 @@ def _open_single(files: Files, name: str) -> FileSource:
     return FileSource(files, {name: ("", _read_header(files, ""))}, [])
 
 
-def _open_directory(files: Files, exclude: tuple[str, ...]) -> FileSource:
+def _open_directory(files: Files, exclude: tuple[str, ...], side_files: bool) -> FileSource:
     def left_out(path: str) -> bool:
         parts = path.split("/")
         if MARKER in parts or parts[0] == ".git":
@@ -162,6 +167,8 @@ def _open_directory(files: Files, exclude: tuple[str, ...]) -> FileSource:
     others = [path for path in paths if not path.endswith(WEIGHTS)]
     if not weights:
         raise BadFile(_nothing_here(files, others))
+    if not side_files:
+        others = [path for path in others if path.endswith(INDEX)]  # which say that all shards are there
     _check_sizes(files, others)
 
     def side_file(path: str) -> LayoutFile:
