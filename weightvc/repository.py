@@ -340,7 +340,7 @@ class Repository(Publishing, Retention, Recovery):
         files = {path: found.get(path, checkout.UNKNOWN) if exact else checkout.UNKNOWN for path in paths}
         with checkout.local_errors(directory):
             beside = directory / f"{MARKER}.{secrets.token_hex(6)}"
-            checkout.write_marker(beside, checkout.Marker(self.url, version.id, branch, files))
+            checkout.write_marker(beside, checkout.Marker(self.store.address, version.id, branch, files))
             beside.rename(directory / MARKER)
 
     def load(

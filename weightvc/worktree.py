@@ -82,7 +82,7 @@ def checkout(
         if isinstance(place, swapping.OneFile):
             place.put(plan[0], fill)
         else:
-            place.put(plan, fill, Marker(shelf.store.url, made.id, branch, {}))
+            place.put(plan, fill, Marker(shelf.store.address, made.id, branch, {}))
         if keep is not None:
             keep.commit(made.tree)
     return made

@@ -230,7 +230,7 @@ def _marker(repository: "Repository", path: str) -> "Marker | None":
     except RefNotFound:
         raise Refused(
             f"{path} holds version {marker.version[:12]} of {marker.repository}, which is not in {repository.url}: "
-            f"commit to that one with `-r {marker.repository}`, or remove {os.path.join(path, PLACE)}"
+            f"commit to that one with `-r {shlex.quote(marker.repository)}`, or remove {os.path.join(path, PLACE)}"
         ) from None
     return marker
 

@@ -26,3 +26,10 @@ def test_a_round_on_real_s3(shell: Shell, s3_place: Place) -> None:
     assert shell.json("verify", "out")["ok"]
     assert [entry["step"] for entry in shell.json("log")] == [1, 0]
     shell.fails(9, "log", env={"AWS_SECRET_ACCESS_KEY": "wrong"})
+    # What a directory says of itself is enough to find its server again.
+    del shell.env["AWS_ENDPOINT_URL"], shell.env["WEIGHTVC_REPO"]
+    shell.run(*server, "-r", s3_place.url, "pull", "main~1", "--into", "there")
+    assert shell.json("verify", "there")["ok"]
+    shell.run("pull", "main", "--into", "there")
+    assert shell.json("verify", "there")["ok"]
+    assert [entry["step"] for entry in shell.json("log", cwd=shell.cwd / "there")] == [1, 0]

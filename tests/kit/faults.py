@@ -64,6 +64,7 @@ class Faulty:
     ) -> None:
         self.inner = store
         self.url = store.url
+        self.address = store.address
         self.stats = store.stats
         self.at, self.fault, self.late = at, fault, late
         self.operations: list[str] = []
@@ -142,6 +143,7 @@ class Full:
     def __init__(self, store: Store, capacity: int) -> None:
         self.inner = store
         self.url = store.url
+        self.address = store.address
         self.stats = store.stats
         self.capacity = capacity
 

@@ -56,6 +56,17 @@ def test_s3_urls(url: str, want: str) -> None:
     assert store.url == want
 
 
+def test_an_address_opens_it_again_and_has_no_secret() -> None:
+    said = {"endpoint_url": "http://127.0.0.1:1", "region": "eu-west-1", "profile": "a&b", "anonymous": True}
+    store = open_store("s3://bucket/a", **said, access_key="key", secret_key="hush", session_token="hush")
+    assert store.address == (
+        "s3://bucket/a/?endpoint_url=http://127.0.0.1:1&region=eu-west-1&profile=a%26b&anonymous=true"
+    )
+    assert open_store(store.address).address == store.address
+    assert open_store("s3://bucket/a").address == "s3://bucket/a/"
+    assert open_store("memory://a").address == "memory://a"
+
+
 @pytest.mark.parametrize(
     "url",
     [

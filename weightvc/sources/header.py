@@ -153,7 +153,9 @@ def strict_json(raw: bytes, where: str) -> Any:
         hook = _unique_valid_keys if escaped else _unique_keys
         return json.loads(raw.decode(), object_pairs_hook=hook, parse_constant=_no_constant, parse_int=integer)
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{where}: malformed JSON ({error}): write the file again") from None
+        # Python's own words for it advise to lift its limit.
+        reason = "a number of thousands of digits" if "set_int_max_str_digits" in str(error) else error
+        raise BadFile(f"{where}: malformed JSON ({reason}): write the file again") from None
 
 
 def _structure(raw: bytes) -> bytes:

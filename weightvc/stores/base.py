@@ -106,6 +106,9 @@ class Store(Protocol):
     url: str
     """Where it lies, as a user would write it; never with credentials in it."""
 
+    address: str
+    """What opens it again later: its URL, with the server and others of its options that are no secrets."""
+
     stats: Stats
 
     conditional: bool

@@ -50,7 +50,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
-        self.url = str(self.root)
+        self.url = self.address = str(self.root)
         self.stats = Stats()
         self._lock = threading.Lock()
 

@@ -30,7 +30,7 @@ class MemoryStore:
     conditional = True
 
     def __init__(self, name: str | None = None) -> None:
-        self.url = f"memory://{name or ''}"
+        self.url = self.address = f"memory://{name or ''}"
         self.stats = Stats()
         if name is None:
             self._bucket = _Bucket()

@@ -58,7 +58,8 @@ class RemoteStore:
                 f"{parts.scheme}://{parts.hostname or ''} does not answer ({error}): check the URL, then try again"
             ) from error
         self._root: str = root.rstrip("/")
-        self.url = str(self._fs.unstrip_protocol(root))  # without the credentials that a URL may hold
+        # Without the credentials that a URL may hold.
+        self.url = self.address = str(self._fs.unstrip_protocol(root))
         self._lock = threading.Lock()
         self._writer = threading.Lock()
 

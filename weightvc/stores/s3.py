@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import boto3
 import botocore.loaders
@@ -126,6 +126,15 @@ class S3Store:
         if endpoint_url and "@" in urlsplit(endpoint_url).netloc:
             raise BadName("endpoint_url has credentials in it: give access_key and secret_key instead")
         self.url = f"s3://{self.bucket}/{self.prefix}"
+        said = {
+            "endpoint_url": endpoint_url,
+            "region": region,
+            "profile": profile,
+            "addressing_style": addressing_style,
+            "anonymous": "true" if str(anonymous).lower() in ("1", "true", "yes") else None,
+        }
+        given = urlencode({name: value for name, value in said.items() if value}, safe=":/")
+        self.address = f"{self.url}?{given}" if given else self.url
         self.stats = Stats()
         self._endpoint_url = endpoint_url
         self._region = region
