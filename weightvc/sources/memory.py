@@ -7,7 +7,7 @@ import importlib
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, islice
 from operator import attrgetter, gt, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,6 +54,7 @@ NUMPY_DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if dtype != 
 _NUMPY_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 
 _MANY = 1000
+_AT_ONCE = 512
 _SEEN = 4
 """Components of so many tensors that are remembered."""
 
@@ -270,25 +271,33 @@ def _look(values: list[Any]) -> tuple[bytes, list[Any], list[Any]]:
     return bytes(lying), types, shapes
 
 
+def _some(values: list[Any]) -> Iterator[list[Any]]:
+    """Some values at a time: what one question brings into the processor's cache is still there for the next."""
+    return (values[at : at + _AT_ONCE] for at in range(0, len(values), _AT_ONCE))
+
+
 def _look_at_tensors(values: list[Any]) -> tuple[bytes, list[Any], list[Any]]:
     import torch
 
+    shape, near, dtype = map(attrgetter, ("shape", "is_cpu", "dtype"))
+    asked: list[Callable[[Any], Any]] = [shape, torch.Tensor.data_ptr, near, torch.Tensor.is_neg, dtype]
+    answers: list[list[Any]] = [[] for _ in asked]
     try:
         # To ask a sparse tensor for its address raises, or a nested one for its shape. The address of a ZeroTensor, a
         # meta tensor or an empty one is 0. Whether it is contiguous is asked when it is read.
-        shapes = list(map(attrgetter("shape"), values))
-        addresses = list(map(torch.Tensor.data_ptr, values))
+        for some in _some(values):
+            for column, ask in zip(answers, asked, strict=True):
+                column += map(ask, some)
     except RuntimeError:
         if len(values) == 1:
             return bytes([_ASIDE]), [None], [None]
         half = len(values) // 2
         one, two = _look_at_tensors(values[:half]), _look_at_tensors(values[half:])
         return one[0] + two[0], one[1] + two[1], one[2] + two[2]
-    near, negative = list(map(attrgetter("is_cpu"), values)), list(map(torch.Tensor.is_neg, values))
-    types = list(map(attrgetter("dtype"), values))
-    if all(addresses) and all(near) and not any(negative):
+    shapes, addresses, on_cpu, negative, types = answers
+    if all(addresses) and all(on_cpu) and not any(negative):
         return bytes([_TENSOR]) * len(values), types, shapes
-    plain = [bool(address) and cpu and not flip for address, cpu, flip in zip(addresses, near, negative, strict=True)]
+    plain = [bool(address) and cpu and not flip for address, cpu, flip in zip(*answers[1:4], strict=True)]
     return _without(_TENSOR, plain, types, shapes)
 
 
@@ -317,12 +326,10 @@ def _addresses(tensors: list[Any], sizes: Any) -> Any:
         return 0
     import torch
 
-    count = len(tensors)
-    nbytes = numpy.fromiter(map(attrgetter("nbytes"), tensors), numpy.int64, count)
-    whole = numpy.fromiter(map(torch.Tensor.is_contiguous, tensors), numpy.bool_, count)
-    addresses = numpy.fromiter(map(torch.Tensor.data_ptr, tensors), numpy.int64, count)
-    addresses[~whole | (nbytes != sizes)] = 0
-    return addresses
+    asked = attrgetter("nbytes"), torch.Tensor.is_contiguous, torch.Tensor.data_ptr
+    columns = [[numpy.fromiter(map(ask, some), numpy.int64, len(some)) for ask in asked] for some in _some(tensors)]
+    nbytes, whole, addresses = map(numpy.concatenate, zip(*columns, strict=True))
+    return numpy.where((whole != 0) & (nbytes == sizes), addresses, 0)
 
 
 def _plain(value: Any) -> "_Kind":
