@@ -223,5 +223,6 @@ def _tensors(component: str, rows: Any, what: str) -> list[TensorInfo]:
         if dtype not in dtypes.BITS:
             raise Unsupported(f"{what} has tensors of dtype {dtype!r:.100}, not known here: upgrade weightvc")
     shapes = list(map(tuple, extents))
-    sizes = map(dtypes.nbytes, kinds, shapes)
-    return list(map(INFO, zip(repeat(component), names, kinds, shapes, sizes)))
+    keys = list(zip(kinds, shapes, strict=True))
+    sizes = {key: dtypes.nbytes(*key) for key in dict.fromkeys(keys)}
+    return list(map(INFO, zip(repeat(component), names, kinds, shapes, map(sizes.__getitem__, keys))))
