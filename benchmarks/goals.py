@@ -153,7 +153,11 @@ def _parts(found: Figures) -> Iterator[Goal]:
     yield Goal("first call in a process, compiled code cached: seconds more than the second", 1, True, seen)
     works = found.get("small", {}).get("works", {})
     for where in ("kernels", "Repository"):
-        seen = [(spent["many"] / spent["one"], what) for what, spent in works.items() if what.startswith(where)]
+        seen = [
+            (spent["many"] / spent["one"], f"{what}; {spent['many_cpu'] / spent['one_cpu']:.1f} by processor time")
+            for what, spent in works.items()
+            if what.startswith(where)
+        ]
         yield Goal(f"many small tensors, × the time of one as large; {where}", 20, True, seen, 1)
     bases = [one for one in found.get("bases", []) if one["kind"] == "bf16"]
     yield Goal("bf16 bases: of raw", 0.68, True, [(one["share"], one["pair"]) for one in bases], 3)

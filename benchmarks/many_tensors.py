@@ -3,14 +3,16 @@
     python benchmarks/many_tensors.py [--tensors 150000] [--bytes 128 1024] [--rounds 3] [--ways file torch]
 
 For each size of a tensor (4096 bytes make 600 MB) and each way to commit, prints the median seconds of a first commit
-and of the next, in which 1 % of the elements changed, of one tensor and of many, and their ratio. The ways:
-`command`, a process of its own for each commit of a file; in this process, with everything imported and compiled, a
-`file`, a dict of `torch` tensors (bf16), a dict of `numpy` arrays (f16); `read` is a checkout, a verify and a load of
-what was committed. One and many take turns, so that both see the same machine.
+and of the next, in which 1 % of the elements changed, of one tensor and of many, and their ratio: by the clock, and
+of the processors, which other work on the machine disturbs less. The ways: `command`, a process of its own for each
+commit of a file; in this process, with everything imported and compiled, a `file`, a dict of `torch` tensors (bf16),
+a dict of `numpy` arrays (f16); `read` is a checkout, a verify and a load of what was committed. One and many take
+turns, so that both see the same machine.
 """
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -65,10 +67,20 @@ def dict_of(kind: str, values: np.ndarray, count: int) -> dict[str, Any]:
     }
 
 
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+Spent = tuple[float, float]
+"""Seconds by the clock, and of the processors, in this process and in those that it waited for."""
+
+
+def timed(work: Callable[[], object]) -> Spent:
+    wall, cpu = time.perf_counter(), processors()
     work()
-    return time.perf_counter() - start
+    return time.perf_counter() - wall, processors() - cpu
+
+
+def processors() -> float:
+    """Seconds of processor time so far."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def command(folder: Path, *arguments: object) -> None:
@@ -80,8 +92,8 @@ def command(folder: Path, *arguments: object) -> None:
     )
 
 
-def measure(way: str, sources: list[Any], folder: Path) -> list[float]:
-    """Seconds of what a way does, in turn."""
+def measure(way: str, sources: list[Any], folder: Path) -> list[Spent]:
+    """What the steps of a way spend, in turn."""
     repository = weightvc.init(folder / "repository", cache=folder / "cache")
     if way == "command":
         return [timed(lambda path=path: command(folder, "commit", path)) for path in sources]
@@ -137,15 +149,17 @@ def main() -> None:
                 sources: dict[int, list[Any]] = dict(paths)
                 if way in ("torch", "numpy"):
                     sources = {n: [dict_of(way, values, n) for values in made] for n in (1, count)}
-                seconds: dict[int, list[list[float]]] = {1: [], count: []}
+                seconds: dict[int, list[list[Spent]]] = {1: [], count: []}
                 for _ in range(arguments.rounds):
                     for n in (1, count):
                         with tempfile.TemporaryDirectory() as inner:
                             seconds[n].append(measure(way, sources[n], Path(inner)))
                 labels = ("checkout", "verify", "load") if way == "read" else ("first", "next")
                 for i, label in enumerate(labels):
-                    one, many = (statistics.median(row[i] for row in seconds[n]) for n in (1, count))
-                    print(f"  {way:8} {label:9} one {one:7.3f} s   many {many:7.3f} s   ratio {many / one:6.1f}")
+                    for k, by in enumerate(("by the clock", "of the processors")):
+                        one, many = (statistics.median(row[i][k] for row in seconds[n]) for n in (1, count))
+                        said = f"one {one:7.3f} s   many {many:7.3f} s   ratio {many / one:6.1f}"
+                        print(f"  {way:8} {label:9} {said}   {by}")
 
 
 if __name__ == "__main__":

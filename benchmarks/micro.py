@@ -191,7 +191,7 @@ def base(files: Files, least: int, pool: ThreadPoolExecutor, rounds: int) -> dic
 
 
 def small_tensors(many: int, pool: ThreadPoolExecutor, rounds: int) -> dict[str, Any]:
-    """Seconds of `many` small tensors, and of one as large."""
+    """Seconds of `many` small tensors, and of one as large, by the clock and of the processors."""
     import torch
     from safetensors.torch import save_file
 
@@ -219,8 +219,8 @@ def small_tensors(many: int, pool: ThreadPoolExecutor, rounds: int) -> dict[str,
             works |= {f"encode {count}": encode, f"decode {count}": decode}
         seconds = interleaved(rounds, works)
         for what in ("encode", "decode"):
-            out[f"kernels: {what}"] = {"one": seconds[f"{what} 1"].wall, "many": seconds[f"{what} {many}"].wall}
-        steps: dict[str, list[float]] = {}
+            out[f"kernels: {what}"] = _one_and_many(seconds[f"{what} 1"], seconds[f"{what} {many}"])
+        steps: dict[str, list[tuple[float, float]]] = {}
         for turn in range(rounds + 1):
             for count in (1, many):
                 place = folder / f"{turn}-{count}"
@@ -231,14 +231,19 @@ def small_tensors(many: int, pool: ThreadPoolExecutor, rounds: int) -> dict[str,
                     "load": lambda r=repository: r.load(framework="numpy"),
                 }
                 for what, run in work.items():
-                    begin = time.perf_counter()
+                    wall, cpu = time.perf_counter(), time.process_time()
                     run()
                     if turn:
-                        steps.setdefault(f"{what} {count}", []).append(time.perf_counter() - begin)
+                        spent = time.perf_counter() - wall, time.process_time() - cpu
+                        steps.setdefault(f"{what} {count}", []).append(spent)
         for what in ("first commit", "next commit", "load"):
-            spent = [statistics.median(steps[f"{what} {count}"]) for count in (1, many)]
-            out[f"Repository: {what}"] = dict(zip(("one", "many"), spent))
+            medians = [Spent(*map(statistics.median, zip(*steps[f"{what} {count}"]))) for count in (1, many)]
+            out[f"Repository: {what}"] = _one_and_many(*medians)
     return {"tensors": many, "each": EACH, "works": out}
+
+
+def _one_and_many(one: Spent, many: Spent) -> dict[str, float]:
+    return {"one": one.wall, "many": many.wall, "one_cpu": one.cpu, "many_cpu": many.cpu}
 
 
 def _driven(pair: Pair, pool: ThreadPoolExecutor) -> tuple[Callable[[], Any], Callable[[], Any]]:

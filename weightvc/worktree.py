@@ -28,7 +28,6 @@ from weightvc.protocol.state import Lying, read_chunks
 from weightvc.protocol.stored import VersionSource, parts
 from weightvc.protocol.workspace import recover
 from weightvc.sources.base import Source
-from weightvc.sources.header import collector_paused
 from weightvc.sources.paths import MARKER
 
 Progress = Callable[[int, int], None]
@@ -227,9 +226,11 @@ def load(
                 if i is None:
                     raise TensorNotFound(f"version {made.short} has no tensor {name!r:.200}: see `weightvc ls`")
                 chosen.append(i)
-        wanted = set(chosen)
-        # Those of one chunk are made when their block is there: no other thread has a part of them.
-        buffers = {i: memory.room(schema.tensors[i].nbytes) for i in wanted if schema.chunks_of(i) != 1}
+        # A tensor of one chunk is made when its block is there: no other thread has a part of it.
+        chunks = schema.first_chunk
+        single = {i for i in chosen if chunks[i + 1] - chunks[i] == 1}
+        buffers = {i: memory.room(schema.tensors[i].nbytes) for i in chosen if i not in single}
+        loaded = {i: make(schema.tensors[i].dtype, schema.tensors[i].shape, buffer) for i, buffer in buffers.items()}
         keep = None
         if whole and not component and shelf.cache is not None and not shelf.cache.has_tree(made.tree):
             keep = shelf.cache.write_tree(schema, made.tree)
@@ -242,17 +243,21 @@ def load(
             with verified.meter.part("apply"):
                 if keep is not None:
                     keep.write(schema.position(low), data)
-                for tensor, start, part in parts(schema, low, high, data):
-                    if tensor in wanted:
+                first, last = schema.tensor_of(low), schema.tensor_of(high - 1) + 1
+                here = [i for i in range(first, last) if i in single]
+                infos = [schema.tensors[i] for i in here]
+                origin = schema.position(low)
+                starts = [schema.offset[i] - origin for i in here]
+                loaded.update(zip(here, memory.carved(framework, infos, starts, data), strict=True))
+                if len(here) < last - first:
+                    for tensor, start, part in parts(schema, low, high, data):
                         if tensor in buffers:
                             memory.put(part, buffers[tensor], start)
-                        else:
-                            buffers[tensor] = memory.copied(part)
             return len(data)
 
         blocks = verified.blocks()
         if names is not None and keep is None:
-            spans = [(schema.first_chunk[i], schema.first_chunk[i + 1]) for i in sorted(wanted)]
+            spans = [(chunks[i], chunks[i + 1]) for i in sorted({*chosen})]
             blocks = [b for b in blocks if any(b[0] < high and low < b[1] for low, high in spans)]
         done = 0
         with Pool(parallel.workers(), "weightvc-load") as pool:
@@ -262,9 +267,7 @@ def load(
                     progress(done, schema.nbytes)
         if keep is not None:
             keep.commit(made.tree)
-        with collector_paused():
-            infos = ((schema.tensors[i], buffers[i]) for i in chosen)
-            return {info.name: make(info.dtype, info.shape, buffer) for info, buffer in infos}
+        return {schema.tensors[i][1]: loaded[i] for i in chosen}
 
 
 def no_component(made: Version, component: str, schema: Schema) -> TensorNotFound:

@@ -95,6 +95,23 @@ def test_views_are_committed_as_they_look(repository):
     assert patch(repository).nbytes == 0
 
 
+def test_small_tensors_are_loaded_beside_large_and_empty_ones(repository):
+    weights = {("", f"{i:02}.w"): tensor("F16", (4, 2), i) for i in range(40)}
+    weights |= {("", f"{i:02}.scale"): tensor("F32", (), i) for i in range(40)}
+    # Its last chunk is read together with what stands behind it.
+    weights |= {("", "20.large"): tensor("F16", (CHUNK // 2 + 9,), 99), ("", "20.none"): tensor("F16", (0, 3), 0)}
+    weights |= {("other", f"{i:02}.w"): tensor("F16", (4, 2), 100 + i) for i in range(40)}
+    repository.commit(Bits(weights))
+    for component, names in (("", None), ("other", None), ("", ["21.w", "03.scale", "20.none", "20.large", "21.w"])):
+        there = {name: value for (where, name), value in weights.items() if where == component}
+        loaded = repository.load(names=names, component=component, framework="numpy")
+        assert list(loaded) == list(dict.fromkeys(names or sorted(there)))
+        for name, array in loaded.items():
+            assert (array.shape, array.tobytes()) == (there[name].shape, there[name].data), name
+        as_torch = repository.load(names=names, component=component)
+        assert {name: t.numpy().tobytes() for name, t in as_torch.items()} == {n: there[n].data for n in loaded}
+
+
 def test_scalars_and_empty_trees(repository, tmp_path):
     scalars = [{"weight_scale": np.array(x, "<f4"), "n": np.array(n, "<i8")} for x, n in ((1.5, 7), (2.5, 8))]
     for one in scalars:

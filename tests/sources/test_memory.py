@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from weightvc.errors import BadName, BadTensor
 from weightvc.objects import dtypes
+from weightvc.objects.tensor import TensorInfo
 from weightvc.sources import open_source
 from weightvc.sources.header import read_header
-from weightvc.sources.memory import NUMPY_DTYPES, TORCH_DTYPES, open_tensors, to_numpy, to_torch
+from weightvc.sources.memory import NUMPY_DTYPES, TORCH_DTYPES, carved, open_tensors, to_numpy, to_torch
 from weightvc_kernels import hashes
 
 from .contents import content
@@ -71,6 +72,40 @@ def test_tensors_over_a_buffer_share_it():
     for build in (to_torch, to_numpy):
         assert tuple(build("F32", (0, 3), bytearray()).shape) == (0, 3)
         assert tuple(build("F32", (), bytearray(4)).shape) == ()
+
+
+@pytest.mark.parametrize(("framework", "build"), [("torch", to_torch), ("numpy", to_numpy)])
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES.values())
+def test_tensors_that_are_carved_together_are_as_if_made_alone(framework, build, dtype):
+    shapes = [(6,), (), (2, 3, 2), (0, 4), (*[1] * 63, 6)]
+    infos = [TensorInfo("", f"{i} {s}", dtype, s, dtypes.nbytes(dtype, s)) for i in range(20) for s in shapes]
+    infos.append(TensorInfo("", "large", dtype, (1 << 17,), dtypes.nbytes(dtype, (1 << 17,))))
+    # Neither in the order in which they lie, nor side by side, nor at even places.
+    sizes = [info.nbytes + 3 for info in infos]
+    starts = [sum(sizes[i + 1 :]) + 1 for i in range(len(infos))]
+    data = np.random.default_rng(0).integers(0, 2 if dtype == "BOOL" else 256, sum(sizes) + 1, "u1").tobytes()
+    for info, start, tensor in zip(infos, starts, carved(framework, infos, starts, memoryview(data)), strict=True):
+        like = build(dtype, info.shape, bytearray(info.nbytes))
+        assert (type(tensor), tensor.dtype, tensor.shape) == (type(like), like.dtype, like.shape)
+        assert content(open_tensors({"w": tensor}))["", "w"][2] == data[start : start + info.nbytes]
+
+
+def test_each_tensor_that_is_carved_owns_its_memory():
+    infos = [TensorInfo("", str(i), "BF16", shape, 2 * 6) for i in range(20) for shape in ((6,), (2, 3))]
+    infos += [TensorInfo("", f"scale {i}", "BF16", (), 2) for i in range(20)]
+    starts, data = [0] * len(infos), memoryview(bytearray(12))
+    tensors = {info.name + str(info.shape): t for info, t in zip(infos, carved("torch", infos, starts, data))}
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors.values())
+    # It refuses tensors that share memory.
+    safetensors.torch.save(tensors)
+    next(iter(tensors.values()))[0] = 1
+    assert sum(t.count_nonzero().item() for t in tensors.values()) == 1
+    for array in carved("numpy", infos, starts, data):
+        while array.base is not None:
+            array = array.base
+        assert array.nbytes <= 12
+        array[...] = 1
+    assert not any(data)
 
 
 @pytest.mark.parametrize(

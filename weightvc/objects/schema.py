@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, chain, compress, groupby, islice, pairwise, repeat
-from operator import add, itemgetter, lt
+from operator import itemgetter, lt
 from typing import TYPE_CHECKING, Any, Final
 
 from weightvc.errors import BadTensor, Corrupt, Unsupported
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CHUNK: Final = 4 << 20
 """Bytes of a chunk: the unit of digests, fixed in format 1."""
+_ESCAPED: Final = b'"\\' + bytes(range(32))
+"""What does not stand in a JSON text as it is."""
 
 
 class Schema:
@@ -34,10 +36,11 @@ class Schema:
     def __init__(self, tensors: Sequence[TensorInfo]) -> None:
         # There may be hundreds of thousands: what is done here a tensor is done in C.
         self.tensors: list[TensorInfo] = list(tensors)
-        keys = list(map(itemgetter(0, 1), self.tensors))
+        alone = len({*map(itemgetter(0), self.tensors)}) < 2
+        keys: list[Any] = list(map(itemgetter(1) if alone else itemgetter(0, 1), self.tensors))
         if not all(map(lt, keys, islice(keys, 1, None))):
-            name = next(two[1] for one, two in pairwise(keys) if two <= one)
-            raise BadTensor(f"tensor {name[:200]!r} stands twice, or out of order")
+            wrong = next(i for i, (one, two) in enumerate(pairwise(keys), 1) if two <= one)
+            raise BadTensor(f"tensor {self.tensors[wrong].name[:200]!r} stands twice, or out of order")
         sizes = list(map(itemgetter(4), self.tensors))
         self._single = bool(sizes) and min(sizes) > 0 and max(sizes) <= CHUNK
         """Whether each tensor is one chunk."""
@@ -153,16 +156,16 @@ class Schema:
         """Canonical JSON of the schema; its blake3 is the schema's digest."""
         # As frame.canonical() would make it, but that few distinct ends stand behind many tensors.
         kinds, numbers = self.kinds
-        components, at = [], 0
+        column, components, at = list(map(itemgetter(0), self.tensors)), [], 0
         try:
-            ends = ["," + frame.canonical([dtype, list(shape)])[1:].decode() for dtype, shape in kinds]
-            for component, count in Counter(map(itemgetter(0), self.tensors)).items():
-                part = slice(at, at := at + count)
-                # JSON has no raw newline inside a text.
-                names = [tensor[1] for tensor in self.tensors[part]]
-                quoted = json.dumps(names, ensure_ascii=False, separators=("\n", ":"))[1:-1].split("\n")
-                rows = map(add, quoted, map(ends.__getitem__, numbers[part]))
-                components.append(f"{frame.canonical(component).decode()}:[[{',['.join(rows)}]")
+            ends = ['",' + frame.canonical([dtype, list(shape)])[1:].decode() + ',["' for dtype, shape in kinds]
+            for component in dict.fromkeys(column):
+                part = slice(at, at := bisect_right(column, component, at))
+                texts = [""] * (2 * (part.stop - part.start))
+                texts[::2] = _escaped([tensor[1] for tensor in self.tensors[part]])
+                texts[1::2] = [ends[number] for number in numbers[part]]
+                rows = "".join(texts).removesuffix(',["')
+                components.append(f'{frame.canonical(component).decode()}:[["{rows}]')
             return f'{{"components":{{{",".join(components)}}},"weightvc":"schema 1"}}'.encode()
         except UnicodeEncodeError:
             raise BadTensor("a tensor name holds a lone surrogate, which UTF-8 cannot say: rename it") from None
@@ -175,6 +178,16 @@ class Schema:
     def encode(self) -> bytes:
         """The schema as a stored object."""
         return frame.encode(frame.SCHEMA, {"schema": self.canonical.decode()})
+
+
+def _escaped(names: list[str]) -> list[str]:
+    """Names as they stand in JSON, without the quotes around them."""
+    text = "".join(names).encode()
+    if len(text.translate(None, _ESCAPED)) == len(text):
+        return names
+    # JSON has no raw newline inside a text.
+    quoted = json.dumps(names, ensure_ascii=False, separators=("\n", ":"))[1:-1].split("\n")
+    return [name[1:-1] for name in quoted]
 
 
 def decode(data: frame.Buffer, what: str) -> Schema:
@@ -210,5 +223,6 @@ def _tensors(component: str, rows: Any, what: str) -> list[TensorInfo]:
         if dtype not in dtypes.BITS:
             raise Unsupported(f"{what} has tensors of dtype {dtype!r:.100}, not known here: upgrade weightvc")
     shapes = list(map(tuple, extents))
-    sizes = map(dtypes.nbytes, kinds, shapes)
-    return list(map(INFO, zip(repeat(component), names, kinds, shapes, sizes)))
+    keys = list(zip(kinds, shapes, strict=True))
+    sizes = {key: dtypes.nbytes(*key) for key in dict.fromkeys(keys)}
+    return list(map(INFO, zip(repeat(component), names, kinds, shapes, map(sizes.__getitem__, keys))))

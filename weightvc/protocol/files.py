@@ -37,6 +37,11 @@ def files(schema: Schema, stored: Stored | None) -> list[File]:
 
     Raises Corrupt, BadName or BadFile for paths that must not be written, alone or together.
     """
+    with header.collector_paused():
+        return _files(schema, stored)
+
+
+def _files(schema: Schema, stored: Stored | None) -> list[File]:
     if stored is None:
         components: dict[str, list[TensorInfo]] = {}
         for tensor in schema.tensors:
@@ -115,8 +120,8 @@ def write(
                     descriptors.append(descriptor)
                 else:
                     os.fsync(descriptor)
-            for tensor, at in file.places:
-                target[tensor] = (descriptor, at)
+            with header.collector_paused():
+                target |= {tensor: (descriptor, at) for tensor, at in file.places}
         _fill(verified, target, also, progress)
         with verified.meter.part("apply"):
             for descriptor in descriptors:

@@ -20,6 +20,7 @@ from weightvc.protocol.refs import Refs, promised
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.spool import Spool
 from weightvc.protocol.state import Chain, Held, Level, Models, State, Verified
+from weightvc.sources.header import collector_paused
 from weightvc.stores.base import MISSING
 
 READERS: Final = 8
@@ -56,7 +57,9 @@ def manifest_of(shelf: Shelf, entry: Entry, way: Way | None = None) -> Manifest:
 def tree_of(shelf: Shelf, made: Manifest, what: str) -> Tree:
     """The tree that a manifest describes, seen to be the version's: a wrong schema or digest is found here."""
     tree = Tree(shelf.schema(made.schema, made.schema_digest), made.digests)
-    if tree.digest != made.version.tree:
+    with collector_paused():
+        digest = tree.digest
+    if digest != made.version.tree:
         raise Corrupt(f"{what} is corrupt: its digests do not make the tree of version {made.version.short}")
     return tree
 

@@ -15,6 +15,7 @@ from weightvc.objects.root import Root
 from weightvc.objects.schema import Schema
 from weightvc.objects.tensor import TensorInfo
 from weightvc.protocol.meter import Meter
+from weightvc.sources.header import collector_paused
 from weightvc.stores.base import Store
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class Shelf:
                 found: T = held[name]
                 return found
         data = self.get(key.checked(name, kind))
-        with self.meter.part("decode"):
+        with self.meter.part("decode"), collector_paused():
             made = read(data, name)
         with self._lock:
             self._remember(what or kind, name, made)

@@ -3,10 +3,11 @@
 torch is never imported to read: a torch tensor in the mapping means that it is loaded already.
 """
 
+import importlib
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, islice
 from operator import attrgetter, gt, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,8 +51,10 @@ _TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # The packed type has no counterpart: ml_dtypes keeps one float4 a byte, safetensors two.
 NUMPY_DTYPES = {name: dtype for name, dtype in TORCH_DTYPES.items() if dtype != "F4"}
 """Format names by numpy's and ml_dtypes'."""
+_NUMPY_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 
 _MANY = 1000
+_AT_ONCE = 512
 _SEEN = 4
 """Components of so many tensors that are remembered."""
 
@@ -59,6 +62,11 @@ _KEPT = 2
 _KEPT_BYTES = 256 << 20
 _LARGE = 1 << 16
 """Bytes from which a copy by numpy, which lets other threads run, costs less than it gains."""
+
+_ALIKE, _SMALL = 16, 16 << 10
+"""Tensors of one shape that are made together, and their bytes: with fewer, or larger ones, that takes longer."""
+_COPIED = frozenset({"U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64"})
+"""Dtypes that every torch copies, bit for bit."""
 
 _ASIDE, _TENSOR, _ARRAY = 0, 1, 2
 """Where a tensor's bytes are: to be asked for one by one, or as they are kept in a torch tensor or numpy array."""
@@ -263,25 +271,33 @@ def _look(values: list[Any]) -> tuple[bytes, list[Any], list[Any]]:
     return bytes(lying), types, shapes
 
 
+def _some(values: list[Any]) -> Iterator[list[Any]]:
+    """Some values at a time: what one question brings into the processor's cache is still there for the next."""
+    return (values[at : at + _AT_ONCE] for at in range(0, len(values), _AT_ONCE))
+
+
 def _look_at_tensors(values: list[Any]) -> tuple[bytes, list[Any], list[Any]]:
     import torch
 
+    shape, near, dtype = map(attrgetter, ("shape", "is_cpu", "dtype"))
+    asked: list[Callable[[Any], Any]] = [shape, torch.Tensor.data_ptr, near, torch.Tensor.is_neg, dtype]
+    answers: list[list[Any]] = [[] for _ in asked]
     try:
         # To ask a sparse tensor for its address raises, or a nested one for its shape. The address of a ZeroTensor, a
         # meta tensor or an empty one is 0. Whether it is contiguous is asked when it is read.
-        shapes = list(map(attrgetter("shape"), values))
-        addresses = list(map(torch.Tensor.data_ptr, values))
+        for some in _some(values):
+            for column, ask in zip(answers, asked, strict=True):
+                column += map(ask, some)
     except RuntimeError:
         if len(values) == 1:
             return bytes([_ASIDE]), [None], [None]
         half = len(values) // 2
         one, two = _look_at_tensors(values[:half]), _look_at_tensors(values[half:])
         return one[0] + two[0], one[1] + two[1], one[2] + two[2]
-    near, negative = list(map(attrgetter("is_cpu"), values)), list(map(torch.Tensor.is_neg, values))
-    types = list(map(attrgetter("dtype"), values))
-    if all(addresses) and all(near) and not any(negative):
+    shapes, addresses, on_cpu, negative, types = answers
+    if all(addresses) and all(on_cpu) and not any(negative):
         return bytes([_TENSOR]) * len(values), types, shapes
-    plain = [bool(address) and cpu and not flip for address, cpu, flip in zip(addresses, near, negative, strict=True)]
+    plain = [bool(address) and cpu and not flip for address, cpu, flip in zip(*answers[1:4], strict=True)]
     return _without(_TENSOR, plain, types, shapes)
 
 
@@ -310,12 +326,10 @@ def _addresses(tensors: list[Any], sizes: Any) -> Any:
         return 0
     import torch
 
-    count = len(tensors)
-    nbytes = numpy.fromiter(map(attrgetter("nbytes"), tensors), numpy.int64, count)
-    whole = numpy.fromiter(map(torch.Tensor.is_contiguous, tensors), numpy.bool_, count)
-    addresses = numpy.fromiter(map(torch.Tensor.data_ptr, tensors), numpy.int64, count)
-    addresses[~whole | (nbytes != sizes)] = 0
-    return addresses
+    asked = attrgetter("nbytes"), torch.Tensor.is_contiguous, torch.Tensor.data_ptr
+    columns = [[numpy.fromiter(map(ask, some), numpy.int64, len(some)) for ask in asked] for some in _some(tensors)]
+    nbytes, whole, addresses = map(numpy.concatenate, zip(*columns, strict=True))
+    return numpy.where((whole != 0) & (nbytes == sizes), addresses, 0)
 
 
 def _plain(value: Any) -> "_Kind":
@@ -482,10 +496,62 @@ def copied(data: memoryview) -> bytearray | memoryview:
     return target
 
 
+def carved(framework: str, infos: Sequence[TensorInfo], starts: Sequence[int], data: memoryview) -> list[Any]:
+    """Tensors of one dtype whose bytes begin at `starts` in `data`, as maker() makes them, each in memory of its own:
+    who keeps one does not keep the others, and who saves it does not save them.
+
+    Small ones of one shape are made together: Python takes longer to make a tensor than to copy what is in it.
+    """
+    import numpy
+    from numpy.lib.stride_tricks import sliding_window_view
+
+    make, copies = maker(framework), _torch_copies if framework == "torch" else _numpy_copies
+    made: list[Any] = [None] * len(infos)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, shape in enumerate(map(itemgetter(3), infos)):
+        alike.setdefault(shape, []).append(i)
+    with collector_paused():
+        for shape, group in alike.items():
+            _, _, dtype, _, nbytes = infos[group[0]]
+            # Stacked, they have an extent more.
+            small = 0 < nbytes < _SMALL and len(shape) < dtypes.RANK
+            if small and len(group) >= _ALIKE and dtype in _COPIED:
+                rows = sliding_window_view(numpy.frombuffer(data, numpy.uint8), nbytes)[[starts[i] for i in group]]
+                tensors = copies(dtype, shape, rows)
+            else:
+                tensors = [make(dtype, shape, copied(data[starts[i] : starts[i] + nbytes])) for i in group]
+            for i, tensor in zip(group, tensors, strict=True):
+                made[i] = tensor
+    return made
+
+
+def _torch_copies(dtype: str, shape: tuple[int, ...], rows: Any) -> "Sequence[torch.Tensor]":
+    """A torch tensor of each row of bytes [tensors, bytes]."""
+    import torch
+
+    kind, shape = torch_kind(dtype, shape)
+    # torch declares that it returns nothing, as with `out`.
+    unbind_copy: Any = torch.unbind_copy
+    made: Sequence[torch.Tensor] = unbind_copy(torch.from_numpy(rows).view(kind).view(len(rows), *shape))
+    return made
+
+
+def _numpy_copies(dtype: str, shape: tuple[int, ...], rows: Any) -> "list[numpy.ndarray[Any, Any]]":
+    """A numpy array of each row of bytes [tensors, bytes]."""
+    import numpy
+
+    # One extent at least: what a row of a flat array gives is a number, no array.
+    whole = rows.view(_numpy_kind(dtype)).reshape(len(rows), *(shape or (1,)))
+    made = map(numpy.ndarray.copy, whole)
+    return list(made) if shape else [one.reshape(()) for one in made]
+
+
 def maker(framework: str) -> Callable[[str, tuple[int, ...], bytearray | memoryview], Any]:
     """to_torch for "torch", to_numpy for "numpy". Raises Refused for anything else."""
     if framework not in ("torch", "numpy"):
         raise Refused(f'framework={framework!r:.100}: give "torch" or "numpy"')
+    # Here, not by the threads that will make tensors.
+    importlib.import_module(framework)
     return to_torch if framework == "torch" else to_numpy
 
 
@@ -527,7 +593,14 @@ def to_numpy(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -
     """
     import numpy
 
-    name = next((name for name, known in NUMPY_DTYPES.items() if known == dtype), None)
+    return numpy.frombuffer(data, dtype=_numpy_kind(dtype)).reshape(shape)
+
+
+def _numpy_kind(dtype: str) -> "numpy.dtype[Any]":
+    """The dtype of the numpy array for a tensor's. Raises BadTensor where there is none."""
+    import numpy
+
+    name = _NUMPY_NAMES.get(dtype)
     if name is None:
         dtypes.bits(dtype)
         raise BadTensor(f"numpy has no array for packed {dtype}: check it out as a file, or load it with torch")
@@ -536,7 +609,7 @@ def to_numpy(dtype: str, shape: tuple[int, ...], data: bytearray | memoryview) -
             import ml_dtypes
         except ImportError:
             raise BadTensor(f"numpy needs ml_dtypes for {dtype}: pip install ml-dtypes, or use torch") from None
-        kind = numpy.dtype(getattr(ml_dtypes, name))
+        kind: numpy.dtype[Any] = numpy.dtype(getattr(ml_dtypes, name))
     else:
         kind = numpy.dtype(name).newbyteorder("<")
-    return numpy.frombuffer(data, dtype=kind).reshape(shape)
+    return kind
