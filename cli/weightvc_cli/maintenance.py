@@ -84,32 +84,63 @@ def expire(
     """
     from weightvc.objects.retention import ALL, UNREACHABLE, Policy, Rules, to_json
 
-    rules = Rules(keep_last, keep_within, keep_every, keep_every_step, dict(map(_meta, keep_meta)))
+    rules = Rules(keep_last, keep_within, keep_every, keep_every_step, _metadata(keep_meta))
+    given_rules = rules != Rules() or keep_unreachable is not None
+    if show and (given_rules or save or forget or force or branches or dry_run):
+        raise click.UsageError("--show only shows the policy that is kept, all of it: leave out the other options")
+    if forget and (given_rules or save or force):
+        raise click.UsageError("--forget takes --branch and --dry-run alone: to keep other rules, --save them")
+    if save and not given_rules:
+        raise click.UsageError("there is no policy to --save: say what to keep")
+    if branches and rules == Rules() and not forget:
+        of = "" if keep_unreachable is None else "--keep-unreachable is for what no branch leads to: "
+        raise click.UsageError(f"{of}say what to keep of the branch, or leave --branch out")
     if show or forget or dry_run:
         metrics.none_of("a dry run" if dry_run else "--show" if show else "--forget")
     with metrics.opened(settings) as (repository, run):
-        if show or forget:
+        if show:
             kept = repository.policy()
-            if forget:
-                kept = repository.forget_policy(branches)
             click.echo(as_json(to_json(kept) if kept is not None else None))
+            return
+        if forget:
+            _forget(settings, repository, branches, dry_run=dry_run)
             return
         _check_branches(repository, branches)
         given: Policy | None = None
-        if rules != Rules() or keep_unreachable is not None:
+        if given_rules:
             named = dict.fromkeys(branches or [ALL], rules) if rules != Rules() else {}
             given = Policy(named, None if branches else UNREACHABLE)
             if save and (kept := repository.policy()) is not None:
                 given = Policy({**kept.branches, **named}, kept.unreachable)
             if keep_unreachable is not None:
                 given = replace(given, unreachable=keep_unreachable)
-        elif branches:
-            raise click.UsageError("say what to keep of the branch")
         result = repository.expire(given, save=save, force=force, dry_run=dry_run)
         run.numbers |= expired(result) | {"seconds/expire": run.took()}
         report_expiry(settings, result, dry_run=dry_run)
-        if save and not dry_run and not settings.json:
-            click.echo("the policy is kept: `weightvc expire` and `weightvc maintain` follow it")
+        if save and not settings.json:
+            follow = "is kept: `weightvc expire` and `weightvc maintain` follow it"
+            click.echo(f"the policy {'would be kept' if dry_run else follow}")
+
+
+def _forget(settings: Settings, repository: "Repository", branches: tuple[str, ...], *, dry_run: bool) -> None:
+    from weightvc.objects.retention import to_json
+
+    # As it stands there: it is forgotten, too, where this weightvc cannot read it.
+    was = repository.refresh().retention
+    kept = repository.forget_policy(branches, dry_run=dry_run)
+    left = None if kept is None else to_json(kept)
+    forgotten = was
+    if was is not None and left is not None:
+        gone = {name: rules for name, rules in was["branches"].items() if name not in left["branches"]}
+        forgotten = {"branches": gone} if gone else None
+    if settings.json:
+        click.echo(as_json({"forgotten": forgotten, "left": left, "dry_run": dry_run}))
+    elif forgotten is None:
+        click.echo("there is nothing to forget")
+    else:
+        click.echo(f"{'would forget' if dry_run else 'forgot'} {as_json(forgotten)}")
+        be = "would be" if dry_run else "is"
+        click.echo(f"no policy {be} left" if left is None else f"{be} left: {as_json(left)}")
 
 
 def _check_branches(repository: "Repository", named: tuple[str, ...]) -> None:
@@ -121,14 +152,19 @@ def _check_branches(repository: "Repository", named: tuple[str, ...]) -> None:
         raise RefNotFound(f"there is no branch {min(unknown)!r}: see `weightvc branch`")
 
 
-def _meta(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise click.UsageError(f"{text!r}: metadata is given as K=V")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+def _metadata(given: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise click.UsageError(f"{text!r}: metadata is given as K=V")
+        if name in found:
+            raise click.UsageError(f"--keep-meta: {name!r} has two values, and a rule has one")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def report_expiry(settings: Settings, result: "Expiry", *, dry_run: bool) -> None:

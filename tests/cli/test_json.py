@@ -75,6 +75,7 @@ def told(shell: Shell) -> dict[str, list[Any]]:
     checkpoint(shell.cwd / "in" / "step_10.safetensors", **weights(9))
     run("import", "import", "in", "-b", "imported")
     run("expire", "expire", "--keep-last", "1", "--dry-run")
+    run("expire --forget", "expire", "--forget", "--dry-run")
     run("gc", "gc", "--dry-run")
     run("maintain", "maintain")
     run("doctor", "doctor", "--read-only")

@@ -78,10 +78,75 @@ def test_a_policy_is_saved_shown_and_forgotten(shell: Shell) -> None:
     kept["unreachable"] = 90 * 86400
     assert shell.json("expire", "--show") == kept
     assert [one["state"] for one in shell.json("expire")["versions"]] == ["kept", "kept"]
-    assert shell.json("expire", "--forget", "-b", "exp")["branches"] == {"*": {"last": 2}}
-    assert shell.json("expire", "--forget") is None
+    assert shell.json("expire", "--forget", "-b", "exp")["left"]["branches"] == {"*": {"last": 2}}
+    assert shell.json("expire", "--forget")["left"] is None
+    assert shell.json("expire", "--show") is None
     for bad in (["--keep-last", "0"], ["--keep-within", "7y"], ["-b", "main"], ["--keep-meta", "novalue"]):
         shell.fails(2, "expire", *bad)
+
+
+def test_a_dry_run_forgets_nothing(shell: Shell) -> None:
+    fill(shell, 1)
+    assert shell.out("expire", "--forget", "-n") == "there is nothing to forget\n"
+    shell.run("expire", "--keep-last", "2", "--save")
+    shell.run("expire", "-b", "main", "--keep-last", "3", "--save")
+    kept = shell.json("expire", "--show")
+    one = {"branches": {"main": {"last": 3}}}
+    rest = {"branches": {"*": {"last": 2}}, "unreachable": 30 * 86400}
+    before = (shell.cwd / ".weightvc" / "root").read_bytes()
+    said = shell.out("expire", "--forget", "-b", "main", "--dry-run")
+    assert said == f"would forget {json.dumps(one)}\nwould be left: {json.dumps(rest)}\n"
+    assert shell.json("expire", "--forget", "-n") == {"forgotten": kept, "left": None, "dry_run": True}
+    nothing = {"forgotten": None, "left": kept, "dry_run": True}
+    assert shell.json("expire", "--forget", "-b", "other", "-n") == nothing
+    assert (shell.cwd / ".weightvc" / "root").read_bytes() == before
+    done = {"forgotten": one, "left": rest, "dry_run": False}
+    assert shell.json("expire", "--forget", "-b", "main") == done
+    assert shell.json("expire", "--show") == rest
+    assert shell.out("expire", "--forget") == f"forgot {json.dumps(rest)}\nno policy is left\n"
+
+
+IGNORED = {
+    "expire --show --keep-last 1": "--show ",
+    "expire --show --keep-unreachable 7d": "--show ",
+    "expire --show --save": "--show ",
+    "expire --show --forget": "--show ",
+    "expire --show --force": "--show ",
+    "expire --show -b main": "--show ",
+    "expire --show --dry-run": "--show ",
+    "expire --forget --keep-last 1": "--forget ",
+    "expire --forget --keep-meta a=1": "--forget ",
+    "expire --forget --keep-unreachable 7d": "--forget ",
+    "expire --forget --save": "--forget ",
+    "expire --forget --force": "--forget ",
+    "expire --keep-unreachable 7d -b main": "--keep-unreachable ",
+    "expire --keep-last 1 --keep-meta a=1 --keep-meta a=2": "'a' ",
+    "expire --save": "--save",
+    "compact --save": "--save",
+    "fsck --seed 3": "--seed ",
+    "fsck --read-data=0 --seed 3": "--seed ",
+    "tag --force": "--force ",
+    "tag -d v1 --force": "--force ",
+    "branch --restore exp main~1": "one at a time",
+}
+
+
+def test_what_would_be_ignored_is_refused(shell: Shell) -> None:
+    """Whoever gave it believes that it holds."""
+    fill(shell, 2)
+    shell.run("expire", "--keep-last", "1", "--save")
+    shell.run("tag", "v1")
+    before = (shell.cwd / ".weightvc" / "root").read_bytes()
+    for line, says in IGNORED.items():
+        assert says in shell.fails(2, *line.split())
+    assert (shell.cwd / ".weightvc" / "root").read_bytes() == before
+
+
+def test_a_dry_run_says_what_it_would_save(shell: Shell) -> None:
+    fill(shell, 2)
+    said = shell.out("expire", "--keep-last", "1", "--save", "-n")
+    assert said.endswith("the policy would be kept\n")
+    assert shell.json("expire", "--show") is None
 
 
 def test_gc_frees_what_was_let_go_of(shell: Shell) -> None:
