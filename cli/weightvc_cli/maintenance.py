@@ -9,7 +9,7 @@ import click
 
 from weightvc.errors import Conflict, RefNotFound, Refused, StateUnknown, StoreError
 from weightvc_cli.metrics import Metrics, collected, expired, maintained, metrics_options
-from weightvc_cli.output import as_json, first_line, shown, size, table
+from weightvc_cli.output import as_json, counted, first_line, iso, shown, size, table
 from weightvc_cli.settings import Duration, Settings, json_option, repository_option
 from weightvc_cli.signals import stopped_by
 from weightvc_cli.ways import compaction_json, compaction_text
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 FAILED = 9
 """Exit status where single objects could not be deleted."""
+
+SOME = 5
+"""Pins that are named one by one."""
 
 _COUNT = click.IntRange(min=1)
 
@@ -237,7 +240,7 @@ def gc(
     """Free the space of what nothing refers to.
 
     Two runs are needed, a grace period apart: one condemns, the other deletes. With --grace 0s one run does all of
-    it, for repositories that nobody uses meanwhile.
+    it, for repositories that nobody uses meanwhile. What a pin holds stays until that dies: the report names it.
 
     \b
     Examples:
@@ -251,7 +254,10 @@ def gc(
         with metrics.opened(settings) as (repository, run):
             result = repository.gc(grace=grace, force=force, dry_run=dry_run)
             run.numbers |= collected(result) | {"seconds/gc": run.took()}
-            run.code = report_collection(settings, result, dry_run=dry_run)
+            run.code = report_collection(settings, repository, result, dry_run=dry_run)
+            if dry_run and not settings.json:
+                lists = ". A run also deletes the lists that it writes on its way"
+                click.echo(f"nothing was changed: this was a dry run{'' if grace else lists}")
             return run.code
 
     return once() if every is None else _for_ever(settings, every, once)
@@ -277,7 +283,8 @@ def _for_ever(settings: Settings, every: int, once: Callable[[], int]) -> int:
 _WHAT = (
     ("live", "named by the root"),
     ("pinned", "pinned by readers and copies of the root"),
-    ("young", "named by nothing, too young"),
+    ("held", "named by nothing, held by a writer's pin"),
+    ("young", "named by nothing, left to a later run"),
     ("waiting", "condemned before, waiting"),
     ("condemned", "condemned now"),
     ("deleted", "deleted"),
@@ -285,8 +292,8 @@ _WHAT = (
 )
 
 
-def report_collection(settings: Settings, result: "Collection", *, dry_run: bool) -> int:
-    """Objects and bytes, by kind; returns the exit status."""
+def report_collection(settings: Settings, repository: "Repository", result: "Collection", *, dry_run: bool) -> int:
+    """Objects and bytes, by kind, and the pins that some wait for; returns the exit status."""
     if settings.json:
         click.echo(as_json(collection_json(result) | {"dry_run": dry_run}))
     else:
@@ -297,8 +304,10 @@ def report_collection(settings: Settings, result: "Collection", *, dry_run: bool
         ]
         for line in table(rows, "lrrl"):
             click.echo(line)
-        if dry_run:
-            click.echo("nothing was changed: this was a dry run")
+        for pin in result.pins[:SOME]:
+            click.echo(shown(f"{pin.told}: {pin.mend(repository.store.url)}"))
+        if len(result.pins) > SOME:
+            click.echo(f"and {counted(len(result.pins) - SOME, 'more pin')}: --json has all")
     for name, error in result.failed.items():
         settings.note(f"{name} could not be deleted: {error}")
     return FAILED if result.failed else 0
@@ -326,6 +335,18 @@ def collection_json(result: "Collection") -> dict[str, Any]:
             "bytes": tally.bytes.total(),
             "kinds": {kind: [tally.objects[kind], tally.bytes[kind]] for kind in sorted(tally.objects)},
         }
+    out["pins"] = [
+        {
+            "key": pin.name,
+            "begin": pin.begin,
+            "versions": sorted(pin.versions),
+            "holder": pin.holder,
+            "since": None if pin.since is None else iso(int(pin.since * 1e6)),
+            "renewed": iso(int(pin.renewed * 1e6)),
+            "until": iso(int(pin.until * 1e6)),
+        }
+        for pin in result.pins
+    ]
     out["failed"] = {name: str(error) for name, error in result.failed.items()}
     return out
 
@@ -360,13 +381,13 @@ def maintain(
         with metrics.opened(settings) as (repository, run):
             done = repository.maintain(grace=grace, force=force, compact=not no_compact)
             run.numbers |= maintained(done)
-            run.code = _report(settings, done)
+            run.code = _report(settings, repository, done)
             return run.code
 
     return once() if every is None else _for_ever(settings, every, once)
 
 
-def _report(settings: Settings, done: "Maintenance") -> int:
+def _report(settings: Settings, repository: "Repository", done: "Maintenance") -> int:
     assert done.collection is not None
     if settings.json:
         out = {
@@ -385,6 +406,6 @@ def _report(settings: Settings, done: "Maintenance") -> int:
         click.echo(f"expire: {gone} of {len(done.expiry.decisions)} versions let go of")
     if (made := done.compaction) is not None:
         click.echo(f"compact: {compaction_text(made)}")
-    code = report_collection(settings, done.collection, dry_run=False)
+    code = report_collection(settings, repository, done.collection, dry_run=False)
     click.echo(f"copy of the root: {done.copy}")
     return code

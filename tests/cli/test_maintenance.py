@@ -1,10 +1,15 @@
 import json
 import signal
+import socket
+import subprocess
+import sys
 import time
 
+import weightvc
 from tests.cli.conftest import Shell, on_s3
 from tests.kit.servers import Place
 from tests.kit.stub import Status, Stub
+from weightvc.protocol import pins
 
 
 def fill(shell: Shell, count: int) -> list[str]:
@@ -166,6 +171,68 @@ def test_gc_frees_what_was_let_go_of(shell: Shell) -> None:
     shell.run("checkout", "main", "out")
     assert shell.json("verify", "out")["ok"]
     shell.fails(2, "gc", "--grace", "soon")
+
+
+KILLED = """
+import os, signal
+from weightvc.protocol.compact import Compaction
+from weightvc_cli.main import main
+
+Compaction._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+main()
+"""
+
+
+def test_what_a_killed_compaction_holds_is_named_with_who_holds_it(shell: Shell) -> None:
+    fill(shell, 5)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, "compact", "--base-every", "4"], cwd=shell.cwd, env=shell.env
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (pin,) = [name for name in names(shell) if name.startswith("pin/")]
+    path = shell.cwd / ".weightvc" / pin
+    shell.run("branch", "moved")
+    for job in (["gc", "--dry-run"], ["gc"], ["maintain", "--no-compact"]):
+        out = shell.out(*job, "--grace", "0s", "--force")
+        (held,) = [line for line in out.splitlines() if line.startswith("held")]
+        assert "named by nothing, held by a writer's pin: " in held
+        assert "manifest" in held
+        assert not [line for line in out.splitlines() if line.startswith("young")]
+        (told,) = [line for line in out.splitlines() if line.startswith("pin/")]
+        host = f"{socket.gethostname()}, process "
+        assert told.startswith(f"{pin} is held by a writer ({host}")
+        assert told.endswith(f"UTC: wait for that, or, if its process has surely ended, delete {path}")
+    said = shell.json("gc", "--grace", "0s", "--force")
+    assert said["held"]["kinds"]["manifest"][0] > 0
+    (one,) = said["pins"]
+    assert (one["key"], one["versions"], one["holder"].startswith(host)) == (pin, [], True)
+    assert one["renewed"] < one["until"]
+    assert f" pins        1 held: {pin} is held by a writer ({host}" in shell.out("doctor", "--read-only")
+    path.unlink()
+    said = shell.json("gc", "--grace", "0s", "--force")
+    assert (said["held"]["objects"], said["pins"]) == (0, [])
+    assert said["deleted"]["kinds"]["manifest"][0] > 0
+
+
+def test_of_many_pins_some_are_named(shell: Shell) -> None:
+    fill(shell, 2)
+    shell.run("expire", "--keep-last", "1")
+    with weightvc.open(shell.cwd / ".weightvc", cache=None) as repository:
+        for _ in range(7):
+            pins.Holder(repository.store, begin=0).take()
+    lines = shell.out("gc", "--grace", "0s", "--force").splitlines()
+    assert sum(line.startswith("pin/") for line in lines) == 5
+    assert lines[-1] == "and 2 more pins: --json has all"
+    assert len(shell.json("gc", "--grace", "0s", "--force")["pins"]) == 7
+
+
+def test_a_dry_run_says_what_it_leaves_out(shell: Shell) -> None:
+    fill(shell, 3)
+    assert shell.out("gc", "-n").endswith("\nnothing was changed: this was a dry run\n")
+    shell.run("expire", "--keep-last", "1")
+    out = shell.out("gc", "-n", "--grace", "0s")
+    assert "2 manifests" in next(line for line in out.splitlines() if line.startswith("deleted"))
+    assert out.endswith("this was a dry run. A run also deletes the lists that it writes on its way\n")
 
 
 def test_gc_over_and_over(shell: Shell) -> None:

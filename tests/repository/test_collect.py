@@ -15,7 +15,7 @@ from tests.kit.weights import Bits, held, tiny_format
 from weightvc.errors import Corrupt, Refused
 from weightvc.objects import key
 from weightvc.objects import root as roots
-from weightvc.protocol import collect, compact, live, swap
+from weightvc.protocol import collect, compact, live, pins, swap
 
 # When
 
@@ -342,6 +342,69 @@ def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(repository, clock):
         assert said.deleted == done.deleted
         clock.later(HOUR)
     assert done.deleted.objects["pack"] == 1
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_dry_run_without_a_grace_period_says_all_that_a_run_would_do(again, pinned):
+    """Which takes a run several lists, each with what the one before it left."""
+    repository = again()
+    for i in range(3):
+        repository.commit(Bits(step(i)))
+    orphan(repository, 1)
+    with contextlib.ExitStack() as stack:
+        if pinned:
+            stack.enter_context(pins.Holder(repository.store, begin=repository.refresh().sequence))
+        repository.tag("t")
+        orphan(repository)  # at the root that there is: condemned by the second list
+        sequence = again().refresh().sequence
+        before = names(repository)
+        said = gc(repository, 0, dry_run=True)
+        assert names(repository) == before
+        assert said.sequence == again().refresh().sequence == sequence
+        done = gc(repository, 0)
+    for what in ("deleted", "condemned", "held", "young", "waiting", "pinned"):
+        told, did = getattr(said, what), getattr(done, what)
+        # But for the lists that the run made on its way.
+        assert told.objects["page"] <= did.objects["page"]
+        for tally in (told, did):
+            del tally.objects["page"], tally.bytes["page"]
+        assert told == did, what
+    assert said.deleted.objects["pack"] == 2 - pinned
+    assert said.held.objects["pack"] == pinned
+    assert [pin.name for pin in said.pins] == [pin.name for pin in done.pins]
+
+
+def test_a_dry_run_deletes_no_more_lists_than_a_run(repository, monkeypatch):
+    monkeypatch.setattr(collect, "LIST", 1)
+    monkeypatch.setattr(collect, "ROUNDS", 3)
+    repository.commit(Bits(START))
+    for _ in range(5):
+        orphan(repository)
+    repository.branch("moved")
+    said = gc(repository, 0, dry_run=True)
+    done = gc(repository, 0)
+    assert (done.condemned.objects["pack"], done.deleted.objects["pack"]) == (3, 2)
+    for what in ("condemned", "deleted", "young"):
+        assert getattr(said, what).objects["pack"] == getattr(done, what).objects["pack"]
+
+
+def test_a_dry_run_counts_what_was_left_lying(tmp_path):
+    repository = weightvc.init(tmp_path / "r", cache=None)
+    repository.commit(Bits(START))
+    pins.Holder(repository.store, begin=1).take()
+    repository.store.put(f"probe/{secrets.token_hex(16)}-x", b"x")
+    (tmp_path / "r" / "pack").mkdir(exist_ok=True)
+    (tmp_path / "r" / "pack" / ".tmp-1-a").write_bytes(b"half")
+    long_ago = time.time() - 2 * collect.DAY
+    for path in (tmp_path / "r").rglob("*"):
+        if path.is_file() and path.name != "root":
+            os.utime(path, (long_ago, long_ago))
+    before = names(repository)
+    said = gc(repository, dry_run=True)
+    assert names(repository) == before
+    assert (tmp_path / "r" / "pack" / ".tmp-1-a").exists()
+    assert said.deleted.objects == {"pin": 1, "probe": 1, "temporary": 1}
+    assert gc(repository).deleted == said.deleted
 
 
 def test_a_list_that_a_root_names_is_not_deleted(repository, clock):
