@@ -266,7 +266,7 @@ def mark(
     gone = {*dead, *behind}
     young = [name for name in free if name not in gone]
     last = next((one for one in reversed(noted) if one in page.noted), (-1, 0))
-    unseen = any(one.begin >= last[0] and one.kind not in RECORDS for one in map(key.parse, [*behind, *young]))
+    unseen = any(one.begin >= last[0] and one.kind not in RECORDS for one in map(key.parse, young))
     return Marked(
         Page(_trimmed(noted, sight.now, grace), tuple(dead or waiting), None if dead else _since(page, root, sight)),
         horizon if dead else root.horizon,
