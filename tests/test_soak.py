@@ -1,5 +1,5 @@
-"""Real processes, killed and stopped at random: a minute of the crowd in all, and half of one of the hosts, of what
-`make soak` does for ten minutes each."""
+"""Real processes, killed and stopped at random: on each store a minute of the crowd, and a quarter of one of the
+hosts, of what `make soak` does for ten minutes each."""
 
 import os
 import secrets
@@ -8,7 +8,7 @@ import pytest
 
 from tests.kit import crowd, fleet
 
-CROWD, HOSTS = 30, 15
+CROWD, HOSTS = 60, 15
 """Seconds, on each store."""
 
 

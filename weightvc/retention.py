@@ -56,23 +56,30 @@ class Retention(History):
         kept = self.refresh().retention
         return None if kept is None else retention.from_json(kept)
 
-    def forget_policy(self, branches: Iterable[str] = ()) -> Policy | None:
-        """Keep no policy any more, or none of these branches' own. Returns what is left of it."""
+    def forget_policy(self, branches: Iterable[str] = (), *, dry_run: bool = False) -> Policy | None:
+        """Keep no policy any more, or none of these branches' own. Returns what is left of it.
+
+        `dry_run` only says what would be left.
+        """
+        found: list[Policy | None] = []
 
         def make(root: Root, transaction: key.Transaction) -> Root:
             kept = None
             if named and root.retention is not None:
                 old = retention.from_json(root.retention)
                 kept = replace(old, branches={k: v for k, v in old.branches.items() if k not in named})
-            left = retention.to_json(kept) if kept is not None and kept.branches else None
-            if left == root.retention:
+            if kept is not None and not kept.branches:
+                kept = None
+            found[:] = [kept]
+            left = None if kept is None else retention.to_json(kept)
+            if dry_run or left == root.retention:
                 raise _Unchanged
             return root.next(retention=left)
 
         named = set(branches)
         with suppress(_Unchanged):
             self._change(make)
-        return self.policy()
+        return found[0]
 
     def expire(
         self,

@@ -9,7 +9,7 @@ import click
 
 from weightvc.errors import Conflict, RefNotFound, Refused, StateUnknown, StoreError
 from weightvc_cli.metrics import Metrics, collected, expired, maintained, metrics_options
-from weightvc_cli.output import as_json, first_line, shown, size, table
+from weightvc_cli.output import as_json, counted, first_line, iso, shown, size, table
 from weightvc_cli.settings import Duration, Settings, json_option, repository_option
 from weightvc_cli.signals import stopped_by
 from weightvc_cli.ways import compaction_json, compaction_text
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 FAILED = 9
 """Exit status where single objects could not be deleted."""
+
+SOME = 5
+"""Pins that are named one by one."""
 
 _COUNT = click.IntRange(min=1)
 
@@ -84,32 +87,63 @@ def expire(
     """
     from weightvc.objects.retention import ALL, UNREACHABLE, Policy, Rules, to_json
 
-    rules = Rules(keep_last, keep_within, keep_every, keep_every_step, dict(map(_meta, keep_meta)))
+    rules = Rules(keep_last, keep_within, keep_every, keep_every_step, _metadata(keep_meta))
+    given_rules = rules != Rules() or keep_unreachable is not None
+    if show and (given_rules or save or forget or force or branches or dry_run):
+        raise click.UsageError("--show only shows the policy that is kept, all of it: leave out the other options")
+    if forget and (given_rules or save or force):
+        raise click.UsageError("--forget takes --branch and --dry-run alone: to keep other rules, --save them")
+    if save and not given_rules:
+        raise click.UsageError("there is no policy to --save: say what to keep")
+    if branches and rules == Rules() and not forget:
+        of = "" if keep_unreachable is None else "--keep-unreachable is for what no branch leads to: "
+        raise click.UsageError(f"{of}say what to keep of the branch, or leave --branch out")
     if show or forget or dry_run:
         metrics.none_of("a dry run" if dry_run else "--show" if show else "--forget")
     with metrics.opened(settings) as (repository, run):
-        if show or forget:
+        if show:
             kept = repository.policy()
-            if forget:
-                kept = repository.forget_policy(branches)
             click.echo(as_json(to_json(kept) if kept is not None else None))
+            return
+        if forget:
+            _forget(settings, repository, branches, dry_run=dry_run)
             return
         _check_branches(repository, branches)
         given: Policy | None = None
-        if rules != Rules() or keep_unreachable is not None:
+        if given_rules:
             named = dict.fromkeys(branches or [ALL], rules) if rules != Rules() else {}
             given = Policy(named, None if branches else UNREACHABLE)
             if save and (kept := repository.policy()) is not None:
                 given = Policy({**kept.branches, **named}, kept.unreachable)
             if keep_unreachable is not None:
                 given = replace(given, unreachable=keep_unreachable)
-        elif branches:
-            raise click.UsageError("say what to keep of the branch")
         result = repository.expire(given, save=save, force=force, dry_run=dry_run)
         run.numbers |= expired(result) | {"seconds/expire": run.took()}
         report_expiry(settings, result, dry_run=dry_run)
-        if save and not dry_run and not settings.json:
-            click.echo("the policy is kept: `weightvc expire` and `weightvc maintain` follow it")
+        if save and not settings.json:
+            follow = "is kept: `weightvc expire` and `weightvc maintain` follow it"
+            click.echo(f"the policy {'would be kept' if dry_run else follow}")
+
+
+def _forget(settings: Settings, repository: "Repository", branches: tuple[str, ...], *, dry_run: bool) -> None:
+    from weightvc.objects.retention import to_json
+
+    # As it stands there: it is forgotten, too, where this weightvc cannot read it.
+    was = repository.refresh().retention
+    kept = repository.forget_policy(branches, dry_run=dry_run)
+    left = None if kept is None else to_json(kept)
+    forgotten = was
+    if was is not None and left is not None:
+        gone = {name: rules for name, rules in was["branches"].items() if name not in left["branches"]}
+        forgotten = {"branches": gone} if gone else None
+    if settings.json:
+        click.echo(as_json({"forgotten": forgotten, "left": left, "dry_run": dry_run}))
+    elif forgotten is None:
+        click.echo("there is nothing to forget")
+    else:
+        click.echo(f"{'would forget' if dry_run else 'forgot'} {as_json(forgotten)}")
+        be = "would be" if dry_run else "is"
+        click.echo(f"no policy {be} left" if left is None else f"{be} left: {as_json(left)}")
 
 
 def _check_branches(repository: "Repository", named: tuple[str, ...]) -> None:
@@ -121,14 +155,19 @@ def _check_branches(repository: "Repository", named: tuple[str, ...]) -> None:
         raise RefNotFound(f"there is no branch {min(unknown)!r}: see `weightvc branch`")
 
 
-def _meta(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise click.UsageError(f"{text!r}: metadata is given as K=V")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+def _metadata(given: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise click.UsageError(f"{text!r}: metadata is given as K=V")
+        if name in found:
+            raise click.UsageError(f"--keep-meta: {name!r} has two values, and a rule has one")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def report_expiry(settings: Settings, result: "Expiry", *, dry_run: bool) -> None:
@@ -201,7 +240,7 @@ def gc(
     """Free the space of what nothing refers to.
 
     Two runs are needed, a grace period apart: one condemns, the other deletes. With --grace 0s one run does all of
-    it, for repositories that nobody uses meanwhile.
+    it, for repositories that nobody uses meanwhile. What a pin holds stays until that dies: the report names it.
 
     \b
     Examples:
@@ -215,7 +254,10 @@ def gc(
         with metrics.opened(settings) as (repository, run):
             result = repository.gc(grace=grace, force=force, dry_run=dry_run)
             run.numbers |= collected(result) | {"seconds/gc": run.took()}
-            run.code = report_collection(settings, result, dry_run=dry_run)
+            run.code = report_collection(settings, repository, result, dry_run=dry_run)
+            if dry_run and not settings.json:
+                lists = ". A run also deletes the lists that it writes on its way"
+                click.echo(f"nothing was changed: this was a dry run{'' if grace else lists}")
             return run.code
 
     return once() if every is None else _for_ever(settings, every, once)
@@ -241,7 +283,8 @@ def _for_ever(settings: Settings, every: int, once: Callable[[], int]) -> int:
 _WHAT = (
     ("live", "named by the root"),
     ("pinned", "pinned by readers and copies of the root"),
-    ("young", "named by nothing, too young"),
+    ("held", "named by nothing, held by a writer's pin"),
+    ("young", "named by nothing, left to a later run"),
     ("waiting", "condemned before, waiting"),
     ("condemned", "condemned now"),
     ("deleted", "deleted"),
@@ -249,8 +292,8 @@ _WHAT = (
 )
 
 
-def report_collection(settings: Settings, result: "Collection", *, dry_run: bool) -> int:
-    """Objects and bytes, by kind; returns the exit status."""
+def report_collection(settings: Settings, repository: "Repository", result: "Collection", *, dry_run: bool) -> int:
+    """Objects and bytes, by kind, and the pins that some wait for; returns the exit status."""
     if settings.json:
         click.echo(as_json(collection_json(result) | {"dry_run": dry_run}))
     else:
@@ -261,8 +304,10 @@ def report_collection(settings: Settings, result: "Collection", *, dry_run: bool
         ]
         for line in table(rows, "lrrl"):
             click.echo(line)
-        if dry_run:
-            click.echo("nothing was changed: this was a dry run")
+        for pin in result.pins[:SOME]:
+            click.echo(shown(f"{pin.told}: {pin.mend(repository.store.url)}"))
+        if len(result.pins) > SOME:
+            click.echo(f"and {counted(len(result.pins) - SOME, 'more pin')}: --json has all")
     for name, error in result.failed.items():
         settings.note(f"{name} could not be deleted: {error}")
     return FAILED if result.failed else 0
@@ -290,6 +335,18 @@ def collection_json(result: "Collection") -> dict[str, Any]:
             "bytes": tally.bytes.total(),
             "kinds": {kind: [tally.objects[kind], tally.bytes[kind]] for kind in sorted(tally.objects)},
         }
+    out["pins"] = [
+        {
+            "key": pin.name,
+            "begin": pin.begin,
+            "versions": sorted(pin.versions),
+            "holder": pin.holder,
+            "since": None if pin.since is None else iso(int(pin.since * 1e6)),
+            "renewed": iso(int(pin.renewed * 1e6)),
+            "until": iso(int(pin.until * 1e6)),
+        }
+        for pin in result.pins
+    ]
     out["failed"] = {name: str(error) for name, error in result.failed.items()}
     return out
 
@@ -324,13 +381,13 @@ def maintain(
         with metrics.opened(settings) as (repository, run):
             done = repository.maintain(grace=grace, force=force, compact=not no_compact)
             run.numbers |= maintained(done)
-            run.code = _report(settings, done)
+            run.code = _report(settings, repository, done)
             return run.code
 
     return once() if every is None else _for_ever(settings, every, once)
 
 
-def _report(settings: Settings, done: "Maintenance") -> int:
+def _report(settings: Settings, repository: "Repository", done: "Maintenance") -> int:
     assert done.collection is not None
     if settings.json:
         out = {
@@ -349,6 +406,6 @@ def _report(settings: Settings, done: "Maintenance") -> int:
         click.echo(f"expire: {gone} of {len(done.expiry.decisions)} versions let go of")
     if (made := done.compaction) is not None:
         click.echo(f"compact: {compaction_text(made)}")
-    code = report_collection(settings, done.collection, dry_run=False)
+    code = report_collection(settings, repository, done.collection, dry_run=False)
     click.echo(f"copy of the root: {done.copy}")
     return code

@@ -158,7 +158,7 @@ def metrics_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def collected(result: "Collection") -> dict[str, float]:
     """Numbers of gc()."""
     out: dict[str, float] = {}
-    for what in ("listed", "live", "pinned", "young", "waiting", "condemned", "deleted", "foreign"):
+    for what in ("listed", "live", "pinned", "held", "young", "waiting", "condemned", "deleted", "foreign"):
         tally = getattr(result, what)
         out |= {f"objects/{what}": tally.objects.total(), f"bytes/{what}": tally.bytes.total()}
     return out | {"failed": len(result.failed), "sequence": result.sequence, "horizon": result.horizon}

@@ -86,6 +86,8 @@ def fsck(
         raise click.UsageError("--from is for --repair")
     if adopt and not rebuild_root:
         raise click.UsageError("--adopt is for --rebuild-root")
+    if seed is not None and not read_data:
+        raise click.UsageError("--seed is for --read-data=SHARE")
     with metrics.opened(settings, what="fsck") as (repository, run):
         made = repository.rebuild_root(adopt=adopt) if rebuild_root else None
         if made is not None and not settings.json:

@@ -92,6 +92,8 @@ def tag(settings: Settings, name: str | None, ref: str | None, delete: str | Non
     """
     if name is not None and delete is not None:
         raise click.UsageError("make or delete: one at a time")
+    if force and name is None:
+        raise click.UsageError("--force is for a tag that is made or moved: name it")
     with settings.open() as repository:
         if name is not None:
             report_version(settings, f"tag {name}", repository.tag(name, ref or "HEAD", force=force))

@@ -119,6 +119,8 @@ def compact(
       weightvc compact
       weightvc compact --share 30 --save
     """
+    if save and share is None and base_every is None and reverse is None:
+        raise click.UsageError("there is nothing to --save: give --share, --base-every or --reverse")
     with metrics.opened(settings) as (repository, run):
         done = repository.compact(share=share, base_every=base_every, reverse=reverse, save=save)
         run.numbers |= compacted(done) | {"seconds/compact": run.took()}

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -488,7 +489,20 @@ def test_pins(tmp_path: Path) -> None:
             one = found(repository)["pins"]
             assert (one.state, one.numbers["held"]) == ("ok", 1)
             (path,) = (tmp_path / "r" / "pin").iterdir()
+            assert (
+                f"1 held: pin/{path.name} is held by a reader ({socket.gethostname()}, process {os.getpid()})"
+                in one.says
+            )
             body = path.read_bytes()
+        assert found(repository)["pins"].says == "0 held"
+        # Renewed four times in its lifetime by who lives.
+        path.write_bytes(body)
+        half = time.time() - 1900
+        os.utime(path, (half, half))
+        one = found(repository)["pins"]
+        assert (one.state, one.numbers["silent"], one.numbers["stale"]) == ("warning", 1, 0)
+        assert "1 of 1 held by who was killed or stands still: pin/" in one.says
+        assert one.mend.endswith(f"delete {path}")
         path.write_bytes(body)
         os.utime(path, (0, 0))
         one = found(repository)["pins"]

@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
+import weightvc
 from tests.cli.conftest import Shell, checkpoint, weights
+from weightvc.protocol import pins
 from weightvc_cli.main import COMMANDS, cli
 
 DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
@@ -78,7 +80,10 @@ def told(shell: Shell) -> dict[str, list[Any]]:
     checkpoint(shell.cwd / "in" / "step_10.safetensors", **weights(9))
     run("import", "import", "in", "-b", "imported")
     run("expire", "expire", "--keep-last", "1", "--dry-run")
-    run("gc", "gc", "--dry-run")
+    run("expire --forget", "expire", "--forget", "--dry-run")
+    with weightvc.open(shell.cwd / ".weightvc", cache=None) as repository:
+        pins.Holder(repository.store, begin=0).take()
+    run("gc", "gc", "--dry-run", "--grace", "0s")
     run("maintain", "maintain")
     run("doctor", "doctor", "--read-only")
     (shell.cwd / ".weightvc" / "root").unlink()

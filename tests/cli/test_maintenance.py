@@ -1,10 +1,15 @@
 import json
 import signal
+import socket
+import subprocess
+import sys
 import time
 
+import weightvc
 from tests.cli.conftest import Shell, on_s3
 from tests.kit.servers import Place
 from tests.kit.stub import Status, Stub
+from weightvc.protocol import pins
 
 
 def fill(shell: Shell, count: int) -> list[str]:
@@ -78,10 +83,75 @@ def test_a_policy_is_saved_shown_and_forgotten(shell: Shell) -> None:
     kept["unreachable"] = 90 * 86400
     assert shell.json("expire", "--show") == kept
     assert [one["state"] for one in shell.json("expire")["versions"]] == ["kept", "kept"]
-    assert shell.json("expire", "--forget", "-b", "exp")["branches"] == {"*": {"last": 2}}
-    assert shell.json("expire", "--forget") is None
+    assert shell.json("expire", "--forget", "-b", "exp")["left"]["branches"] == {"*": {"last": 2}}
+    assert shell.json("expire", "--forget")["left"] is None
+    assert shell.json("expire", "--show") is None
     for bad in (["--keep-last", "0"], ["--keep-within", "7y"], ["-b", "main"], ["--keep-meta", "novalue"]):
         shell.fails(2, "expire", *bad)
+
+
+def test_a_dry_run_forgets_nothing(shell: Shell) -> None:
+    fill(shell, 1)
+    assert shell.out("expire", "--forget", "-n") == "there is nothing to forget\n"
+    shell.run("expire", "--keep-last", "2", "--save")
+    shell.run("expire", "-b", "main", "--keep-last", "3", "--save")
+    kept = shell.json("expire", "--show")
+    one = {"branches": {"main": {"last": 3}}}
+    rest = {"branches": {"*": {"last": 2}}, "unreachable": 30 * 86400}
+    before = (shell.cwd / ".weightvc" / "root").read_bytes()
+    said = shell.out("expire", "--forget", "-b", "main", "--dry-run")
+    assert said == f"would forget {json.dumps(one)}\nwould be left: {json.dumps(rest)}\n"
+    assert shell.json("expire", "--forget", "-n") == {"forgotten": kept, "left": None, "dry_run": True}
+    nothing = {"forgotten": None, "left": kept, "dry_run": True}
+    assert shell.json("expire", "--forget", "-b", "other", "-n") == nothing
+    assert (shell.cwd / ".weightvc" / "root").read_bytes() == before
+    done = {"forgotten": one, "left": rest, "dry_run": False}
+    assert shell.json("expire", "--forget", "-b", "main") == done
+    assert shell.json("expire", "--show") == rest
+    assert shell.out("expire", "--forget") == f"forgot {json.dumps(rest)}\nno policy is left\n"
+
+
+IGNORED = {
+    "expire --show --keep-last 1": "--show ",
+    "expire --show --keep-unreachable 7d": "--show ",
+    "expire --show --save": "--show ",
+    "expire --show --forget": "--show ",
+    "expire --show --force": "--show ",
+    "expire --show -b main": "--show ",
+    "expire --show --dry-run": "--show ",
+    "expire --forget --keep-last 1": "--forget ",
+    "expire --forget --keep-meta a=1": "--forget ",
+    "expire --forget --keep-unreachable 7d": "--forget ",
+    "expire --forget --save": "--forget ",
+    "expire --forget --force": "--forget ",
+    "expire --keep-unreachable 7d -b main": "--keep-unreachable ",
+    "expire --keep-last 1 --keep-meta a=1 --keep-meta a=2": "'a' ",
+    "expire --save": "--save",
+    "compact --save": "--save",
+    "fsck --seed 3": "--seed ",
+    "fsck --read-data=0 --seed 3": "--seed ",
+    "tag --force": "--force ",
+    "tag -d v1 --force": "--force ",
+    "branch --restore exp main~1": "one at a time",
+}
+
+
+def test_what_would_be_ignored_is_refused(shell: Shell) -> None:
+    """Whoever gave it believes that it holds."""
+    fill(shell, 2)
+    shell.run("expire", "--keep-last", "1", "--save")
+    shell.run("tag", "v1")
+    before = (shell.cwd / ".weightvc" / "root").read_bytes()
+    for line, says in IGNORED.items():
+        assert says in shell.fails(2, *line.split())
+    assert (shell.cwd / ".weightvc" / "root").read_bytes() == before
+
+
+def test_a_dry_run_says_what_it_would_save(shell: Shell) -> None:
+    fill(shell, 2)
+    said = shell.out("expire", "--keep-last", "1", "--save", "-n")
+    assert said.endswith("the policy would be kept\n")
+    assert shell.json("expire", "--show") is None
 
 
 def test_gc_frees_what_was_let_go_of(shell: Shell) -> None:
@@ -101,6 +171,68 @@ def test_gc_frees_what_was_let_go_of(shell: Shell) -> None:
     shell.run("checkout", "main", "out")
     assert shell.json("verify", "out")["ok"]
     shell.fails(2, "gc", "--grace", "soon")
+
+
+KILLED = """
+import os, signal
+from weightvc.protocol.compact import Compaction
+from weightvc_cli.main import main
+
+Compaction._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+main()
+"""
+
+
+def test_what_a_killed_compaction_holds_is_named_with_who_holds_it(shell: Shell) -> None:
+    fill(shell, 5)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, "compact", "--base-every", "4"], cwd=shell.cwd, env=shell.env
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (pin,) = [name for name in names(shell) if name.startswith("pin/")]
+    path = shell.cwd / ".weightvc" / pin
+    shell.run("branch", "moved")
+    for job in (["gc", "--dry-run"], ["gc"], ["maintain", "--no-compact"]):
+        out = shell.out(*job, "--grace", "0s", "--force")
+        (held,) = [line for line in out.splitlines() if line.startswith("held")]
+        assert "named by nothing, held by a writer's pin: " in held
+        assert "manifest" in held
+        assert not [line for line in out.splitlines() if line.startswith("young")]
+        (told,) = [line for line in out.splitlines() if line.startswith("pin/")]
+        host = f"{socket.gethostname()}, process "
+        assert told.startswith(f"{pin} is held by a writer ({host}")
+        assert told.endswith(f"UTC: wait for that, or, if its process has surely ended, delete {path}")
+    said = shell.json("gc", "--grace", "0s", "--force")
+    assert said["held"]["kinds"]["manifest"][0] > 0
+    (one,) = said["pins"]
+    assert (one["key"], one["versions"], one["holder"].startswith(host)) == (pin, [], True)
+    assert one["renewed"] < one["until"]
+    assert f" pins        1 held: {pin} is held by a writer ({host}" in shell.out("doctor", "--read-only")
+    path.unlink()
+    said = shell.json("gc", "--grace", "0s", "--force")
+    assert (said["held"]["objects"], said["pins"]) == (0, [])
+    assert said["deleted"]["kinds"]["manifest"][0] > 0
+
+
+def test_of_many_pins_some_are_named(shell: Shell) -> None:
+    fill(shell, 2)
+    shell.run("expire", "--keep-last", "1")
+    with weightvc.open(shell.cwd / ".weightvc", cache=None) as repository:
+        for _ in range(7):
+            pins.Holder(repository.store, begin=0).take()
+    lines = shell.out("gc", "--grace", "0s", "--force").splitlines()
+    assert sum(line.startswith("pin/") for line in lines) == 5
+    assert lines[-1] == "and 2 more pins: --json has all"
+    assert len(shell.json("gc", "--grace", "0s", "--force")["pins"]) == 7
+
+
+def test_a_dry_run_says_what_it_leaves_out(shell: Shell) -> None:
+    fill(shell, 3)
+    assert shell.out("gc", "-n").endswith("\nnothing was changed: this was a dry run\n")
+    shell.run("expire", "--keep-last", "1")
+    out = shell.out("gc", "-n", "--grace", "0s")
+    assert "2 manifests" in next(line for line in out.splitlines() if line.startswith("deleted"))
+    assert out.endswith("this was a dry run. A run also deletes the lists that it writes on its way\n")
 
 
 def test_gc_over_and_over(shell: Shell) -> None:
@@ -147,16 +279,14 @@ def test_maintain_does_it_all(shell: Shell) -> None:
 
 
 def test_many_copies_of_the_root_do_not_pile_up(shell: Shell) -> None:
-    import weightvc
-
     fill(shell, 1)
     repository = weightvc.open(shell.cwd / ".weightvc", cache=None)
+    made = []
     for i in range(20):
-        repository.copy_root()
+        made.append(repository.copy_root())
         repository.branch(f"b{i}")
     copies = sorted(name for name in names(shell) if name.startswith("root.d/"))
-    assert len(copies) == 16
-    assert copies[-1] > copies[0]
+    assert copies == made[-16:]  # the newest
     assert "16 copies of the root" in shell.out("gc", "--dry-run")
 
 

@@ -475,6 +475,7 @@ def fixed(name: str) -> Iterator[None]:
         mock.patch.object(key, "secrets", chance),
         mock.patch.object(root, "secrets", chance),
         mock.patch.object(pins, "secrets", chance),
+        mock.patch.object(pins, "myself", return_value="host, process 1"),
         mock.patch.object(version, "time", SimpleNamespace(time_ns=time_ns)),
         mock.patch.object(time, "time_ns", time_ns),
         mock.patch.object(commit, "ThreadPoolExecutor", lambda _, prefix: ThreadPoolExecutor(1, prefix)),

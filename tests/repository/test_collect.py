@@ -5,6 +5,7 @@ import os
 import secrets
 import time
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 
@@ -12,10 +13,10 @@ import weightvc
 from tests.kit.faults import Killed
 from tests.kit.garbage import HOUR, START, dead, forget, gc, names, orphan, read_all, shelf, step
 from tests.kit.weights import Bits, held, tiny_format
-from weightvc.errors import Corrupt, Refused
-from weightvc.objects import key
+from weightvc.errors import Corrupt, KeyNotFound, Refused
+from weightvc.objects import frame, key
 from weightvc.objects import root as roots
-from weightvc.protocol import collect, compact, live, swap
+from weightvc.protocol import collect, compact, live, pins, swap
 
 # When
 
@@ -119,6 +120,59 @@ def test_an_idle_repository_is_left_alone(repository, clock):
         gc(repository)
         clock.later(HOUR)
     assert repository.refresh().sequence == 2
+
+
+def asleep(repository, meanwhile):
+    """A sight of a run that stood still after it had read the root, while something happened."""
+    sleeper = weightvc.open(repository.url, cache=None)
+    put = sleeper.store.put
+
+    def late(name, data):
+        meanwhile()
+        return put(name, data)
+
+    sleeper.store.put = late
+    return collect.look(sleeper.store)
+
+
+def test_a_run_that_stood_still_condemns_no_more_than_what_began_before_it(repository, clock):
+    """Another one has noted a later root meanwhile, and its note has grown old."""
+    repository.commit(Bits(START))
+    late = []
+
+    def meanwhile() -> None:
+        repository.commit(Bits(step(1)))
+        late.append(orphan(repository))
+        repository.commit(Bits(step(2)))
+        gc(repository)  # notes that root
+        clock.later(HOUR)
+
+    sight = asleep(repository, meanwhile)
+    marked = collect.mark(shelf(repository), repository.refresh(), sight, grace=HOUR)
+    assert marked.horizon <= sight.before.sequence
+    assert marked.dead == ()
+    assert gc(repository).condemned.objects == {"pack": 1}  # one that looked just now
+
+
+def test_a_run_leaves_the_list_of_one_that_came_after_its_listing(repository):
+    """So the lists that somebody may be working through all lie in the store."""
+    repository.commit(Bits(START))
+    mine = orphan(repository, 1)
+    repository.branch("moved")
+    lease = pins.Holder(repository.store, names=[mine])
+    lease.take()
+    sight = collect.look(repository.store)
+    theirs = orphan(repository, 1)  # which that listing has not
+    repository.branch("again")
+    collect.condemn(shelf(repository), collect.look(repository.store), swap.must_read(repository.store), grace=0)
+    lease.release()
+    root = repository.refresh()
+    assert collect.read_page(shelf(repository), root).dead == (theirs,)
+    marked, left = collect.condemn(shelf(repository), sight, swap.must_read(repository.store), grace=0)
+    assert (marked.dead, marked.note) == ((), False)
+    assert left == root
+    gc(repository, 0)
+    assert not {mine, theirs} & names(repository)
 
 
 # What
@@ -257,6 +311,21 @@ def test_much_that_nobody_let_go_of_is_a_mistake(repository):
         assert manifest not in names(repository)
 
 
+@pytest.mark.parametrize("kind", ["manifest 1", "manifest 2"])
+def test_a_manifest_that_cannot_be_read_may_be_of_a_lost_version(repository, kind):
+    """Of no version, or of a newer weightvc's: nobody can say that the catalogue leads to it."""
+    with tiny_format():
+        repository.commit(Bits(START))
+        old = repository.commit(Bits(step(1)), branch="old", expect="", base=True)
+        manifest = repository.entry(old).place.manifest
+        forget(repository, old.id)
+        repository.store.put(manifest, frame.encode(frame.MANIFEST, {"weightvc": kind, "pad": "x" * 4000}))
+        before = names(repository)
+        with pytest.raises(Refused, match="--force"):
+            gc(repository, 0)
+        assert names(repository) == before
+
+
 def test_a_list_that_holds_a_part_of_it_makes_it_no_smaller(repository, monkeypatch):
     """Otherwise a lost history went list by list, each a small share."""
     for i in range(6):
@@ -342,6 +411,87 @@ def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(repository, clock):
         assert said.deleted == done.deleted
         clock.later(HOUR)
     assert done.deleted.objects["pack"] == 1
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_dry_run_without_a_grace_period_says_all_that_a_run_would_do(again, pinned):
+    """Which takes a run several lists, each with what the one before it left."""
+    repository = again()
+    for i in range(3):
+        repository.commit(Bits(step(i)))
+    orphan(repository, 1)
+    with contextlib.ExitStack() as stack:
+        if pinned:
+            stack.enter_context(pins.Holder(repository.store, begin=repository.refresh().sequence))
+        repository.tag("t")
+        orphan(repository)  # at the root that there is: condemned by the second list
+        sequence = again().refresh().sequence
+        before = names(repository)
+        said = gc(repository, 0, dry_run=True)
+        assert names(repository) == before
+        assert said.sequence == again().refresh().sequence == sequence
+        done = gc(repository, 0)
+    for what in ("deleted", "condemned", "held", "young", "waiting", "pinned"):
+        told, did = getattr(said, what), getattr(done, what)
+        # But for the lists that the run made on its way.
+        assert told.objects["page"] <= did.objects["page"]
+        for tally in (told, did):
+            del tally.objects["page"], tally.bytes["page"]
+        assert told == did, what
+    assert said.deleted.objects["pack"] == 2 - pinned
+    assert said.held.objects["pack"] == pinned
+    assert [pin.name for pin in said.pins] == [pin.name for pin in done.pins]
+
+
+def test_a_dry_run_that_begins_again_counts_nothing_twice(repository, monkeypatch):
+    """Another collector was faster than it read what a root names."""
+    repository.commit(Bits(START))
+    orphan(repository)
+    repository.branch("moved")
+    said, real, calls = gc(repository, 0, dry_run=True), collect.mark, []
+
+    def mark(*given, **options):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyNotFound("a segment")
+        return real(*given, **options)
+
+    monkeypatch.setattr(collect, "mark", mark)
+    assert gc(repository, 0, dry_run=True) == replace(said, now=ANY)
+    assert len(calls) == 4
+
+
+def test_a_dry_run_deletes_no_more_lists_than_a_run(repository, monkeypatch):
+    monkeypatch.setattr(collect, "LIST", 1)
+    monkeypatch.setattr(collect, "ROUNDS", 3)
+    repository.commit(Bits(START))
+    for _ in range(5):
+        orphan(repository)
+    repository.branch("moved")
+    said = gc(repository, 0, dry_run=True)
+    done = gc(repository, 0)
+    assert (done.condemned.objects["pack"], done.deleted.objects["pack"]) == (3, 2)
+    for what in ("condemned", "deleted", "young"):
+        assert getattr(said, what).objects["pack"] == getattr(done, what).objects["pack"]
+
+
+def test_a_dry_run_counts_what_was_left_lying(tmp_path):
+    repository = weightvc.init(tmp_path / "r", cache=None)
+    repository.commit(Bits(START))
+    pins.Holder(repository.store, begin=1).take()
+    repository.store.put(f"probe/{secrets.token_hex(16)}-x", b"x")
+    (tmp_path / "r" / "pack").mkdir(exist_ok=True)
+    (tmp_path / "r" / "pack" / ".tmp-1-a").write_bytes(b"half")
+    long_ago = time.time() - 2 * collect.DAY
+    for path in (tmp_path / "r").rglob("*"):
+        if path.is_file() and path.name != "root":
+            os.utime(path, (long_ago, long_ago))
+    before = names(repository)
+    said = gc(repository, dry_run=True)
+    assert names(repository) == before
+    assert (tmp_path / "r" / "pack" / ".tmp-1-a").exists()
+    assert said.deleted.objects == {"pin": 1, "probe": 1, "temporary": 1}
+    assert gc(repository).deleted == said.deleted
 
 
 def test_a_list_that_a_root_names_is_not_deleted(repository, clock):

@@ -187,6 +187,23 @@ def test_what_another_branch_shares_stays_for_it(repository):
     assert set(states(result).values()) == {"kept"}  # `fork` has no rules, and descends from all of them
 
 
+def test_what_was_merged_in_is_history_as_well(repository):
+    """A version descends from all of its parents, not from the first alone."""
+    ids = fill(repository, 2, base=1)
+    side = fill(repository, 3, branch="side", base=1, first=20)
+    ids.append(repository.commit(Bits(step(50)), base=True, parents=[side[2]]).id)
+    ids += fill(repository, 1, base=1, first=51)
+    repository.delete_branch("side")
+    result = repository.expire(Policy({"*": Rules(last=9)}, 0), dry_run=True)
+    assert {rule_of(result, ident) for ident in [*ids[:3], *side]} == {"last 9 of main"}
+    result = repository.expire(Policy({"*": Rules(every_step=22)}, 0))
+    assert [ident for ident, state in states(result).items() if state == "kept"] == [ids[3], side[2], ids[0]]
+    assert rule_of(result, side[2]) == "every step 22 of main"
+    assert rule_of(result, side[1]) == "no rule keeps it"
+    sweep(repository)
+    check_kept(repository, [side[2], ids[3]], {side[2]: 22, ids[3]: 51})
+
+
 # What nothing leads to
 
 
@@ -218,6 +235,30 @@ def test_a_deleted_branch_stays_for_a_while_and_can_be_restored(repository):
         repository.tag("again", gone[1])
     with pytest.raises(Expired):
         repository.reset("main", gone[2], rewind=True)
+
+
+def test_a_branch_that_was_deleted_twice_stays_from_the_last_time_on(repository, monkeypatch):
+    start, day = time.time(), [0.0]
+    monkeypatch.setattr(time, "time_ns", lambda: int((start + day[0] * DAY) * 1e9))
+    repository.store.set_clock(lambda: start + day[0] * DAY)
+    fill(repository, 1)
+    gone = fill(repository, 3, branch="gone", base=1, first=40)
+    rules = Policy({"*": Rules(last=1)}, 7 * DAY)
+    day[0] = 2
+    repository.delete_branch("gone")
+    day[0] = 8
+    repository.restore_branch("gone")
+    repository.tag("t", gone[1])
+    day[0] = 14
+    repository.delete_tag("t")
+    repository.delete_branch("gone")
+    day[0] = 20
+    result = repository.expire(rules)
+    assert [(states(result)[ident], rule_of(result, ident)) for ident in gone] == [
+        ("kept", "unreachable for less than 7d")
+    ] * 3
+    day[0] = 21.5
+    assert [states(repository.expire(rules, dry_run=True))[ident] for ident in gone] == ["expired"] * 3
 
 
 def test_an_old_version_that_was_let_go_just_now_stays_for_a_while(repository, monkeypatch):
@@ -325,6 +366,22 @@ def test_a_detached_version_on_a_parent_that_goes(repository, monkeypatch):
         writer.commit(Bits(step(50)), branch=None, parents=[ids[1]])
     versions = [entry.new for entry in fresh(repository)._refs().catalogue if entry.version is not None]
     assert versions == ids[::-1]
+
+
+def test_a_head_that_was_let_go_of_can_be_read_again(repository):
+    """No command lets a branch or a tag name an expired version; a root that was made of what was left may."""
+    ids = fill(repository, 4)
+    repository.expire(Rules(last=1))
+    swap.change(
+        repository._shelf,
+        lambda root: root.next(branches={**root.branches, "again": ids[1]}),
+        key.Transaction(repository.refresh().sequence),
+    )
+    with pytest.raises(Expired):
+        held(fresh(repository), "again")
+    result = repository.expire(Rules(last=1))
+    assert [states(result)[ident] for ident in ids] == ["stone", "kept", "stone", "kept"]
+    assert held(fresh(repository), "again") == step(1)
 
 
 def test_killed_before_the_swap_everything_is_as_it_was(repository, monkeypatch):

@@ -1,7 +1,9 @@
 """Pins: what a reader's lease or a writer's transaction keeps from the collector; and who has none."""
 
 import contextlib
+import os
 import secrets
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -15,8 +17,8 @@ from tests.kit.schedule import mutated
 from tests.kit.stub import Status
 from tests.kit.weights import Bits, contents, held, tiny_format
 from weightvc.errors import AccessDenied, Corrupt, Expired, Refused, Unavailable, WeightvcError
-from weightvc.objects import key
-from weightvc.objects.retention import Rules
+from weightvc.objects import frame, key
+from weightvc.objects.retention import Policy, Rules
 from weightvc.protocol import collect, compact, live, patches, pins, swap
 
 
@@ -210,6 +212,84 @@ def counted(call, calls: list):
     return run
 
 
+def test_a_run_says_what_a_killed_writer_still_holds_and_until_when(repository, clock):
+    repository.commit(Bits(START))
+    writer = pins.Holder(repository.store, begin=repository.refresh().sequence)
+    writer.take()  # and is killed
+    name = orphan(repository)
+    for i in range(2):
+        repository.commit(Bits(step(i)))
+    clock.later(60)
+    done = gc(repository, 0, force=True)
+    assert (done.held.objects, done.young.objects.total()) == ({"pack": 1}, 0)
+    (pin,) = done.pins
+    assert (pin.name, pin.holder, pin.until) == (writer.name, pins.myself(), clock.now - 60 + HOUR)
+    told = pin.told
+    assert f"{socket.gethostname()}, process {os.getpid()}" in told
+    assert told.endswith("last renewed 2027-01-15 08:00:00 UTC, and dies at 2027-01-15 09:00:00 UTC")
+    assert pin.mend(repository.url).endswith(f"delete {repository.url}/{writer.name}")
+    clock.later(HOUR - 61)
+    assert gc(repository, 0, force=True).held.objects == {"pack": 1}
+    clock.later(1)
+    done = gc(repository, 0, force=True)
+    assert done.held.objects.total() == 0
+    assert done.pins == ()
+    assert name not in names(repository)
+
+
+def test_what_is_too_young_as_well_is_held_by_no_pin(repository, clock):
+    """It would not be condemned without the pin either; nor is what began before it."""
+    repository.commit(Bits(START))
+    early = orphan(repository)
+    repository.commit(Bits(step(1)))
+    with pins.Holder(repository.store, begin=repository.refresh().sequence, lifetime=4 * 3600) as writer:
+        orphan(repository)
+        repository.commit(Bits(step(2)))
+        done = gc(repository)
+        assert (done.held.objects.total(), done.young.objects["pack"], done.pins) == (0, 2, ())
+        clock.later(HOUR)
+        orphan(repository)
+        done = gc(repository)
+        assert (done.condemned.objects, done.young.objects) == ({"pack": 1}, {"pack": 1})
+        assert early in collect.read_page(shelf(repository), repository.refresh()).dead
+        # While that list waits no other is made; and then it would still be held.
+        assert (done.held.objects["pack"], [pin.name for pin in done.pins]) == (1, [writer.name])
+
+
+def test_pages_that_are_not_worth_a_swap_are_held_by_no_pin(repository, clock):
+    repository.commit(Bits(START))
+    with pins.Holder(repository.store, begin=repository.refresh().sequence, lifetime=4 * 3600):
+        for name in ("a", "b", "c"):
+            repository.tag(name)
+        orphan(repository)
+        gc(repository)
+        clock.later(HOUR)
+        done = gc(repository)
+        assert (done.held.objects, done.young.objects["page"], done.pins) == ({}, 2, ())
+
+
+def test_a_run_names_the_leases_that_something_is_left_for(repository):
+    repository.commit(Bits(START))
+    old = repository.commit(Bits(step(1)), branch="old", expect="")
+    repository.commit(Bits(step(2)), branch="main")
+    with repository.lease("main"), repository.lease(old.id):
+        assert gc(repository, 0).pins == ()
+        forget(repository, old.id)
+        done = gc(repository, 0, force=True)
+        assert done.pinned.objects["manifest"] == 1
+        (pin,) = done.pins
+        assert pin.versions == {old.id}
+        assert "a reader (" in pin.told
+
+
+def test_a_pin_of_before_holders_were_recorded(repository):
+    head = {"begin": 1, "lifetime": 600, "names": [], "versions": [], "weightvc": "pin 1"}
+    repository.store.put(f"pin/{secrets.token_hex(16)}", frame.encode(frame.PAGE, head))
+    (pin,) = pins.read(repository.store, time.time()).held
+    assert (pin.holder, pin.since) == (None, None)
+    assert "a writer (not recorded which), last renewed" in pin.told
+
+
 # Readers
 
 
@@ -275,6 +355,31 @@ def test_a_branch_that_moves_while_a_lease_is_taken_means_what_is_leased(reposit
         assert set(live.named(other.entry(leased))) <= pin.names
 
 
+def test_a_lease_whose_version_lies_elsewhere_by_then_is_taken_anew(repository):
+    """What it names has gone, and what the version is read from now would be sheltered by nothing."""
+    with tiny_format():
+        ids = [repository.commit(Bits(step(i))).id for i in range(40)]
+        keeper = weightvc.open(repository.url, cache=None)
+        reader = weightvc.open(repository.url, cache=None)
+        put, written = reader.store.put, []
+
+        def slow(name, data):
+            written.append(name)
+            if len(written) == 1:
+                keeper.expire(Policy({"*": Rules(every=16)}, 0), save=True)
+                for _ in range(3):
+                    keeper.maintain(grace=0, force=True)
+                assert not pins._decode(data, name, 0).names <= names(keeper)
+            return put(name, data)
+
+        reader.store.put = slow
+        with reader.lease(ids[39]):
+            assert len(set(written)) == 2
+            (pin,) = pins.read(keeper.store, time.time()).held
+            assert {one.way.manifest for one in reader.plan(None, ids[39]).steps} <= pin.names <= names(keeper)
+            assert held(reader, ids[39]) == step(39)
+
+
 def test_a_lease_that_has_lapsed_is_not_revived(repository):
     now = [0.0]
     holder = pins.Holder(repository.store, versions=["0" * 64], lifetime=60, clock=lambda: now[0])
@@ -297,6 +402,12 @@ def test_a_lease_that_has_lapsed_is_not_revived(repository):
     repository.store.put = late
     with pytest.raises(Expired):
         slow.renew()
+    # Nor is one believed in whose first write took longer than it lives: it may have died since.
+    slow = pins.Holder(repository.store, versions=["0" * 64], lifetime=60, clock=lambda: now[0])
+    slow.take()
+    assert not slow.holds
+    with pytest.raises(Expired):
+        slow.check()
     with pytest.raises(Refused):
         pins.Holder(repository.store, lifetime=0)
 

@@ -24,6 +24,8 @@ LARGE: Final = 4 * roots.LIMIT
 """Bytes of a root that are much to read at each poll."""
 AHEAD: Final = 60.0
 """Seconds that an operation may lie in the future: the clocks of hosts differ."""
+HOLDERS: Final = 3
+"""Pins that are named one by one."""
 STEPS: Final = 10
 """Versions whose times tell how often one comes."""
 
@@ -119,7 +121,7 @@ def _interval(entries: list[Entry]) -> float:
 
 
 def pins(case: Case) -> Iterator[Finding]:
-    """Leases that are held, and those that killed processes left."""
+    """Who holds leases and writers' pins, and those that killed processes left."""
     if "list" not in case.rights:
         yield skipped("pins", READER)
         return
@@ -131,11 +133,19 @@ def pins(case: Case) -> Iterator[Finding]:
         yield problem("pins", Corrupt, f"{error}: nothing is collected until then")
         return
     stale = [name for name in found.stale if written.get(name, now) < now - DAY]
-    numbers = {"held": len(found.held), "stale": len(stale)}
+    # Somebody who lives has written it again by half of its time.
+    silent = [pin for pin in found.held if pin.renewed < now - pin.lifetime / 2]
+    numbers = {"held": len(found.held), "silent": len(silent), "stale": len(stale)}
     if stale:
         yield warning("pins", f"{len(stale)} that killed processes left over a day ago", "`weightvc gc`", **numbers)
+    elif silent:
+        says = f"{len(silent)} of {len(found.held)} held by who was killed or stands still: {silent[0].told}"
+        yield warning("pins", says, silent[0].mend(case.store.url), **numbers)
     else:
-        yield ok("pins", f"{len(found.held)} held, by readers that take leases and by slow writers", **numbers)
+        first = sorted(found.held, key=lambda pin: pin.until)[:HOLDERS]
+        more = [f"and {len(found.held) - HOLDERS} more"] if len(found.held) > HOLDERS else []
+        named = f": {'; '.join([pin.told for pin in first] + more)}" if first else ""
+        yield ok("pins", f"{len(found.held)} held{named}", **numbers)
 
 
 def probes(case: Case) -> Iterator[Finding]:

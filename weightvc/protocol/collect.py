@@ -30,7 +30,7 @@ from weightvc.objects.root import Root
 from weightvc.protocol import clock, live, orphans, pins, swap
 from weightvc.protocol.live import Live
 from weightvc.protocol.orphans import RECORDS
-from weightvc.protocol.pins import Pins
+from weightvc.protocol.pins import Pin
 from weightvc.protocol.shelf import Shelf
 from weightvc.protocol.swap import Seen
 from weightvc.sources.header import collector_paused
@@ -189,34 +189,47 @@ class Marked:
     live: tuple[str, ...]
     pinned: tuple[str, ...]
     """Named by a pin, or by one of the newest copies of the root, and not by the root."""
+    held: tuple[str, ...]
+    """Named by nothing, and old enough to be condemned, but for a writer's pin that keeps the horizon behind them."""
     young: tuple[str, ...]
-    """Named by nothing, and not condemned yet."""
+    """Named by nothing, and left to a later run."""
     waiting: tuple[str, ...]
     """On the list of an earlier run, and not old enough to be deleted."""
     dead: tuple[str, ...]
     """What is condemned now."""
+    pins: tuple[Pin, ...]
+    """Those without which something of this would be condemned: what is held, or pinned."""
     note: bool
     """Whether the root has to move for the sake of the note alone."""
 
 
 def mark(
-    shelf: Shelf, root: Root, sight: Sight, *, grace: float, force: bool = False, failed: Iterable[str] = ()
+    shelf: Shelf,
+    root: Root,
+    sight: Sight,
+    *,
+    grace: float,
+    force: bool = False,
+    failed: Iterable[str] = (),
+    page: Page | None = None,
 ) -> Marked:
     """What is dead if `root` is the one that is swapped out. Changes nothing.
 
-    `failed` could not be deleted. Raises Refused for what looks like a mistake, without `force`; Corrupt, NotFound or
-    StoreError if anything that has to be read cannot be: then nothing is known to be dead.
+    `failed` could not be deleted; `page` is the root's, where it is not stored. Raises Refused for what looks like a
+    mistake, without `force`; Corrupt, NotFound or StoreError if anything that has to be read cannot be: then nothing
+    is known to be dead.
     """
     # The pins after the root: who writes a lease, and then finds its objects named by a root, is seen here, or has
     # read a later root than this one, and the swap will fail.
     held = pins.read(shelf.store, sight.now)
     named = check(shelf, root, sight, force=force)
     kept = held.live | _of_copies(shelf.store, sight.copies)
-    page = read_page(shelf, root)
+    page = read_page(shelf, root) if page is None else page
     # A page that came after the listing: another run is ahead of this one, and knows more.
     ahead = root.collector is not None and root.collector not in sight.objects
     noted = _noted(page, sight)
-    horizon = max(root.horizon, _passed(noted, held, sight, grace))
+    passed = max(root.horizon, _passed(noted, sight, grace))
+    horizon = passed if held.begin is None else max(root.horizon, min(passed, held.begin))
     listed = set(page.dead).difference(failed)
     alive = [name for name in sight.objects if name in named.names]
     pinned: list[str] = []
@@ -229,9 +242,9 @@ def mark(
     dead: list[str] = []
     if not waiting and not ahead:
         dead = [name for name in free if key.parse(name).begin < horizon]
-        kinds = Counter(map(_kind, dead))
-        if grace > 0 and all(kind in RECORDS for kind in kinds) and kinds.total() < PAGES:
-            dead = []
+    behind = [] if passed == horizon else [name for name in free if horizon <= key.parse(name).begin < passed]
+    behind = behind if _worth([*dead, *behind], grace) else []
+    dead = dead if _worth(dead, grace) else []
     if dead:
         if not force:
             # All of it, not what fits on one list or began before the horizon: the next runs would have the rest.
@@ -244,7 +257,13 @@ def mark(
             # The root that this one is swapped for will not name the page: it goes as the others do.
             dead.append(own)
             alive.remove(own)
-    gone = set(dead)
+    newest = max((key.parse(name).begin for name in behind), default=-1)
+    reasons = [
+        pin
+        for pin in held.held
+        if (pin.begin is not None and pin.begin <= newest) or not pin.names.isdisjoint(pinned)
+    ]
+    gone = {*dead, *behind}
     young = [name for name in free if name not in gone]
     last = next((one for one in reversed(noted) if one in page.noted), (-1, 0))
     unseen = any(one.begin >= last[0] and one.kind not in RECORDS for one in map(key.parse, young))
@@ -253,9 +272,11 @@ def mark(
         horizon if dead else root.horizon,
         tuple(alive),
         tuple(pinned),
+        tuple(behind),
         tuple(young),
         tuple(waiting),
         tuple(dead),
+        tuple(sorted(reasons, key=lambda pin: pin.until)),
         unseen and not ahead and _age(sight.now, last[1]) >= grace / NOTES,
     )
 
@@ -297,12 +318,17 @@ def _noted(page: Page, sight: Sight) -> tuple[tuple[int, int], ...]:
     return *past, (sight.before.sequence, _micros(sight.now))
 
 
-def _passed(noted: Sequence[tuple[int, int]], held: Pins, sight: Sight, grace: float) -> int:
-    """H: transactions that began before it have had their time."""
+def _worth(names: Iterable[str], grace: float) -> bool:
+    """Whether that these are dead is worth a swap of the root."""
+    kinds = Counter(map(_kind, names))
+    return grace <= 0 or kinds.total() >= PAGES or any(kind not in RECORDS for kind in kinds)
+
+
+def _passed(noted: Sequence[tuple[int, int]], sight: Sight, grace: float) -> int:
+    """H, but for pins: transactions that began before it have had their time."""
     old = [sequence for sequence, time in noted if _age(sight.now, time) >= grace]
     # Not past the run's own transaction either: so a page has begun no earlier than anything on its list.
-    found = min(max(old, default=0), sight.before.sequence)
-    return found if held.begin is None else min(found, held.begin)
+    return min(max(old, default=0), sight.before.sequence)
 
 
 def _since(page: Page, root: Root, sight: Sight) -> int | None:
@@ -341,6 +367,7 @@ class Collection:
     listed: Tally = field(default_factory=Tally)
     live: Tally = field(default_factory=Tally)
     pinned: Tally = field(default_factory=Tally)
+    held: Tally = field(default_factory=Tally)
     young: Tally = field(default_factory=Tally)
     waiting: Tally = field(default_factory=Tally)
     condemned: Tally = field(default_factory=Tally)
@@ -348,6 +375,8 @@ class Collection:
     foreign: Tally = field(default_factory=Tally)
     failed: dict[str, Exception] = field(default_factory=dict)
     """The errors of keys that could not be deleted."""
+    pins: tuple[Pin, ...] = ()
+    """Those that something is held or pinned by, the first to die first."""
     sequence: int = 0
     horizon: int = 0
     now: float = 0.0
@@ -372,6 +401,7 @@ def run(shelf: Shelf, *, grace: float = GRACE, force: bool = False, dry_run: boo
             _run(shelf, total, grace=grace, force=force, dry_run=dry_run)
         except KeyNotFound:
             # Another collector was faster than this one read its root. If an object is lost, this says so.
+            total = Collection() if dry_run else total
             _run(shelf, total, grace=grace, force=force, dry_run=dry_run)
     return total
 
@@ -388,13 +418,29 @@ def _run(shelf: Shelf, total: Collection, *, grace: float, force: bool, dry_run:
         gone, failed, seen = _delete_ripe(shelf, total, sight, grace=grace, force=force, dry_run=dry_run)
         left = replace(sight, objects={name: one for name, one in sight.objects.items() if name not in gone})
         if dry_run:
-            marked, root = mark(shelf, seen.root, left, grace=grace, force=force), seen.root
-        else:
-            marked, root = condemn(shelf, left, seen, grace=grace, force=force, failed=failed)
-            _sweep(shelf.store, left, grace, total)
-        _report(total, sight, left, marked, root)
-        if dry_run or grace > 0 or not (marked.dead or marked.note):
+            _foretell(shelf, total, left, seen.root, grace=grace, force=force)
             break
+        marked, root = condemn(shelf, left, seen, grace=grace, force=force, failed=failed)
+        _sweep(shelf.store, left, grace, total)
+        _report(total, left, marked, root)
+        if grace > 0 or not (marked.dead or marked.note):
+            break
+
+
+def _foretell(shelf: Shelf, total: Collection, left: Sight, root: Root, *, grace: float, force: bool) -> None:
+    """What a run would do with what is left: each round sees what the one before would have left and swapped in. But
+    for the lists that a run makes on its way: those are not there to be counted."""
+    _sweep(shelf.store, left, grace, total, dry_run=True)
+    now, page = root, None
+    for at in range(ROUNDS):
+        marked = mark(shelf, now, left, grace=grace, force=force, page=page)
+        _report(total, left, marked, root)
+        if grace > 0 or not (marked.dead or marked.note) or at == ROUNDS - 1:
+            return
+        total.deleted.add(left.objects[name] for name in marked.dead)
+        now, page = now.next(horizon=marked.horizon, collector=None), replace(marked.page, dead=(), since=None)
+        gone = set(marked.dead)
+        left = replace(left, before=now, objects={k: v for k, v in left.objects.items() if k not in gone})
 
 
 def _delete_ripe(
@@ -478,23 +524,23 @@ def condemn(
     raise AssertionError
 
 
-def _sweep(store: Store, sight: Sight, grace: float, total: Collection) -> None:
+def _sweep(store: Store, sight: Sight, grace: float, total: Collection, *, dry_run: bool = False) -> None:
     """Delete what no root ever names: pins that have died, probes and half-written files that were left lying."""
     stale = list(pins.read(store, sight.now - grace).stale)
     old = sight.now - max(grace, DAY)
     stale += [one.key for one in sight.probes if one.modified < old]
-    failed = delete(store, stale)
+    failed = {} if dry_run else delete(store, stale)
     total.failed = {**total.failed, **failed}
     total.deleted.add(Listed(name, 0, 0.0) for name in stale if name not in failed)
     if isinstance(store, Sweeps):
-        total.deleted.add(Listed("temporary", size, 0.0) for size in store.sweep(old))
+        total.deleted.add(Listed("temporary", size, 0.0) for size in store.sweep(old, dry_run=dry_run))
 
 
-def _report(total: Collection, sight: Sight, left: Sight, marked: Marked, root: Root) -> None:
+def _report(total: Collection, left: Sight, marked: Marked, root: Root) -> None:
     if not total.sequence:
-        total.listed, total.foreign, total.now = sight.tally, sight.foreign, sight.now
-    total.sequence, total.horizon = root.sequence, root.horizon
-    for what in ("live", "pinned", "young", "waiting"):
+        total.listed, total.foreign, total.now = left.tally, left.foreign, left.now
+    total.sequence, total.horizon, total.pins = root.sequence, root.horizon, marked.pins
+    for what in ("live", "pinned", "held", "young", "waiting"):
         tally = Tally()
         tally.add(left.objects[name] for name in getattr(marked, what))
         setattr(total, what, tally)

@@ -10,11 +10,14 @@ the collector from the store's time of the write, which is later: so whoever bel
 """
 
 import contextlib
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final, Self
 
 from weightvc.errors import Corrupt, Expired, KeyNotFound, Refused, StoreError, WeightvcError
@@ -51,8 +54,35 @@ class Pin:
     """Keys that a reader's lease names."""
     versions: frozenset[str]
     """Ids of the versions that it reads them for."""
-    until: float
-    """When it dies, by the store's clock."""
+    renewed: float
+    """When it was last written, by the store's clock."""
+    lifetime: int
+    """Seconds that it lives after that."""
+    holder: str | None
+    """The host and the process that wrote it; None: an older weightvc did."""
+    since: float | None
+    """When it was made, by the clock of that host."""
+
+    @property
+    def until(self) -> float:
+        """When it dies unless it is renewed, by the store's clock."""
+        return self.renewed + self.lifetime
+
+    @property
+    def told(self) -> str:
+        """Whose it is, since when, and until when."""
+        whose = f"a {'reader' if self.begin is None else 'writer'} ({self.holder or 'not recorded which'})"
+        since = "" if self.since is None else f" since {_utc(self.since)}"
+        ends = f"last renewed {_utc(self.renewed)}, and dies at {_utc(self.until)}"
+        return f"{self.name} is held by {whose}{since}, {ends}"
+
+    def mend(self, url: str) -> str:
+        """What ends it; `url` is the store's."""
+        return f"wait for that, or, if its process has surely ended, delete {url.rstrip('/')}/{self.name}"
+
+
+def _utc(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +131,19 @@ def read(store: Store, now: float) -> Pins:
     return Pins(tuple(held), tuple(stale))
 
 
+def myself() -> str:
+    """This host and process, as a pin names its holder."""
+    # Names of the system may hold bytes that are no text.
+    return f"{socket.gethostname()}, process {os.getpid()}"[-200:].encode(errors="replace").decode()
+
+
 def _encode(begin: int | None, names: Iterable[str], versions: Iterable[str], lifetime: int) -> bytes:
     head = {
         "begin": begin,
+        "holder": myself(),
         "lifetime": lifetime,
         "names": sorted(names),
+        "since": time.time_ns() // 1000,
         "versions": sorted(versions),
         "weightvc": "pin 1",
     }
@@ -119,6 +157,7 @@ def _decode(data: frame.Buffer, name: str, modified: float) -> Pin:
     try:
         begin = head["begin"]
         lifetime = expect.integer(head["lifetime"], "lifetime", 1, LONGEST + 1)
+        since = head.get("since")
         names = [expect.text(one, "a name") for one in expect.array(head["names"], "names")]
         for one in names:
             key.parse(one)
@@ -127,7 +166,10 @@ def _decode(data: frame.Buffer, name: str, modified: float) -> Pin:
             None if begin is None else expect.integer(begin, "begin"),
             frozenset(names),
             frozenset([expect.digest(one, "a version") for one in expect.array(head["versions"], "versions")]),
-            modified + lifetime,
+            min(modified, expect.TIME / 1e6 - 2 * LONGEST),  # the time of a file may be any, and calendars end
+            lifetime,
+            expect.maybe_text(head.get("holder"), "holder"),
+            None if since is None else expect.integer(since, "since", 0, expect.TIME) / 1e6,
         )
     except (Corrupt, *expect.MALFORMED) as error:
         raise Corrupt(f"{what} is corrupt: {error!r:.300}") from None

@@ -174,9 +174,9 @@ class Store(Protocol):
 class Sweeps(Protocol):
     """A store that may keep files which are no objects, left by writers that were killed."""
 
-    def sweep(self, before: float) -> list[int]:
+    def sweep(self, before: float, *, dry_run: bool = False) -> list[int]:
         """Delete those that were last written before a time (the store's clock, seconds); their sizes in bytes.
 
-        What cannot be looked at or deleted is left. Raises AccessDenied, Unavailable.
+        `dry_run` only looks. What cannot be looked at or deleted is left. Raises AccessDenied, Unavailable.
         """
         ...

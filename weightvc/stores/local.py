@@ -130,7 +130,7 @@ class LocalStore:
                 raise PreconditionFailed(f"{key!r} in {self.url} is not the object that was read: read it again")
             return self._write(key, data, path, "swap")
 
-    def sweep(self, before: float) -> list[int]:
+    def sweep(self, before: float, *, dry_run: bool = False) -> list[int]:
         """Delete .tmp-* files that were last written before a time; their sizes in bytes."""
         gone = []
         for folder, _, names in os.walk(self.root):
@@ -140,7 +140,8 @@ class LocalStore:
                     try:
                         stat = path.stat()
                         if stat.st_mtime < before:
-                            path.unlink()
+                            if not dry_run:
+                                path.unlink()
                             gone.append(stat.st_size)
                     except OSError:
                         continue  # it was renamed meanwhile, or is somebody else's
