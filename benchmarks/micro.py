@@ -8,6 +8,7 @@ base     whole models by themselves: share of raw, and speed
 hash     encoding and blake3, one after the other over the model, or block by block
 """
 
+import gc
 import json
 import os
 import statistics
@@ -225,9 +226,12 @@ def small_tensors(many: int, pool: ThreadPoolExecutor, rounds: int) -> dict[str,
             for count in (1, many):
                 place = folder / f"{turn}-{count}"
                 repository = weightvc.init(place / "repository", cache=place / "cache")
+                old, new = cut(values, count), cut(changed, count)
+                # What making them leaves to Python's collector is not what is asked.
+                gc.collect()
                 work: dict[str, Callable[[], Any]] = {
-                    "first commit": lambda r=repository, c=count: r.commit(cut(values, c)),
-                    "next commit": lambda r=repository, c=count: r.commit(cut(changed, c)),
+                    "first commit": lambda r=repository, state=old: r.commit(state),
+                    "next commit": lambda r=repository, state=new: r.commit(state),
                     "load": lambda r=repository: r.load(framework="numpy"),
                 }
                 for what, run in work.items():
