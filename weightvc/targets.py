@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
@@ -18,7 +17,7 @@ from weightvc.objects.version import Version
 from weightvc.protocol.checkout import local_errors, read_marker, some, sync_directory
 from weightvc.protocol.meter import Meter
 from weightvc.protocol.refs import Refs
-from weightvc.protocol.workspace import clear, recover
+from weightvc.protocol.workspace import clear, discard, recover
 from weightvc.sources.paths import MARKER
 from weightvc.stores.base import MISSING
 from weightvc.tensor_groups import TensorGroups
@@ -159,10 +158,10 @@ class Slots(Target):
             if slot != used:
                 self._clear({slot, used})
         # One that is still there is read, and not made again. A damaged one is, also if it is in use: who reads it
-        # then gets what its path stands for. What an engine left in it, an index of the weights perhaps, stays.
+        # then gets what its path stands for. What an engine left in it, an index of the weights perhaps, stays. Its
+        # name makes it ours, also where half of it is gone, and with that what it says of itself.
         if not _is(repository, refs, slot, made):
-            force = slot == used or read_marker(slot) is not None
-            _build(repository, refs, entry, branch, slot, used, force=force)
+            _build(repository, refs, entry, branch, slot, used, force=True)
             if slot == used:
                 start = self.holds
 
@@ -201,7 +200,8 @@ class Slots(Target):
             clear(self.path / found)
         slots = [p for p in self.path.iterdir() if _SLOT.fullmatch(p.name) and p not in keep and read_marker(p)]
         for slot in sorted(slots, key=lambda p: p.stat().st_mtime)[:-1]:
-            shutil.rmtree(slot, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                discard(slot)
 
     def verify(self, repository: "Repository", ident: str) -> list[str]:
         """Read all of the slot in use; tensors and files that differ."""

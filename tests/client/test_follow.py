@@ -209,6 +209,44 @@ def test_slots_that_killed_processes_left_half_built_go(again: Made, tmp_path: P
     assert not any(".weightvc-" in path.name for path in slots.path.iterdir())
 
 
+def test_a_slot_is_removed_as_a_whole_or_not_at_all(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def begun(path: Path, **_: object) -> None:
+        (found,) = Path(path).rglob(".weightvc")
+        found.unlink()
+        raise Killed
+
+    versions = [commit(repository, step) for step in range(5)]
+    place = tmp_path / "served"
+    client = weightvc.Client(repository, into=Slots(place))
+    for version in versions[:3]:
+        client.pull(version)
+    with monkeypatch.context() as patched:
+        patched.setattr("weightvc.protocol.workspace.shutil.rmtree", begun)
+        with pytest.raises(Killed):
+            client.pull(versions[3])
+    for slot in place.glob("?" * 12):
+        assert repository.verify(slot, slot.name).ok
+    client.pull(versions[0])
+    assert client.verify() == []
+    client.pull(versions[4])
+    assert not [path for path in place.iterdir() if path.name.startswith(f".{versions[0].short}")]
+
+
+def test_half_a_slot_is_built_again(repository: Repository, tmp_path: Path) -> None:
+    versions = [commit(repository, step) for step in range(2)]
+    client = weightvc.Client(repository, into=Slots(tmp_path / "served"))
+    for version in versions:
+        client.pull(version)
+    (tmp_path / "served" / versions[0].short / ".weightvc").unlink()
+    client.pull(versions[0])
+    assert client.verify() == []
+
+
 def test_the_next_slot_is_made_from_the_one_in_use(again: Made, tmp_path: Path) -> None:
     writer = again()
     versions = [commit(writer, step) for step in range(3)]

@@ -144,9 +144,10 @@ def test_a_release_that_does_not_flush_retracted_requests_is_told_of(host: Host)
 def test_a_failure_in_any_call_leaves_a_version_or_says_that_it_is_not_known(
     engine: SGLangServer, host: Host, call: str, fault: str
 ) -> None:
-    moved = adapter(engine, timeout=0.4, load_timeout=0.4) if fault == "hang" else adapter(engine)
+    patient = adapter(engine)
+    moved = adapter(engine, timeout=0.4, load_timeout=0.4) if fault == "hang" else patient
     first, old = host.commit(0), of(0)
-    moved.activate(host.update())
+    patient.activate(host.update())
     second, new = host.commit(1), of(1)
     update = host.update().stage()
     engine.faults[call] = fault
@@ -169,7 +170,7 @@ def test_a_failure_in_any_call_leaves_a_version_or_says_that_it_is_not_known(
     # With the fault gone, the next try gets there, whatever state that was.
     engine.release()
     del engine.faults[call]
-    moved.activate(host.update())
+    patient.activate(host.update())
     assert (engine.digest(), engine.version, engine.paused) == (new, second.id, False)
     assert moved_to(host) == second.id
     assert engine.ask("a") == {new}

@@ -84,6 +84,13 @@ def clear(target: Path) -> None:
                 os.close(lock)
 
 
+def discard(target: Path) -> None:
+    """Remove a directory, of which nobody ever sees a part: what is left by a kill, clear() removes."""
+    workspace = Workspace(target)
+    with workspace:
+        os.rename(target, workspace.path / "gone")
+
+
 def recover(target: Path) -> None:
     """Put a target back that is not there because a process was killed between the two renames of a swap."""
     if not os.path.lexists(target):
@@ -140,7 +147,7 @@ def _unchanged(workspace: Path) -> float:
 
 
 def _remove(workspace: Path) -> None:
-    for directory in (workspace / "new", workspace / "old"):
+    for directory in (workspace / "new", workspace / "old", workspace / "gone"):
         with contextlib.suppress(OSError):
             # It has the target's mode, which may not allow it.
             os.chmod(directory, 0o700)
