@@ -28,6 +28,12 @@ class Pool(ThreadPoolExecutor):
             done.set_exception(error)
         return done
 
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the work, unless a generator is let go of: that may be the cyclic collector's doing, in a thread
+        that is just beginning, and holds a lock of Python's that waiting for another thread's end takes."""
+        abandoned = kind is GeneratorExit
+        self.shutdown(wait=not abandoned, cancel_futures=abandoned)
+
 
 def beside(name: str, work: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> threading.Thread | None:
     """Begin a daemon thread for what nothing depends on; None where there can be no thread any more."""

@@ -42,7 +42,7 @@ ENDS = {
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HEAD + textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("how", ENDS)
@@ -133,3 +133,47 @@ def test_a_store_that_can_not_be_probed_any_more_is_refused(tmp_path):
     )
     assert done.stderr == ""
     assert "cannot be probed" in done.stdout
+
+
+LEFT = {
+    "version": """
+        from weightvc.protocol.stored import VersionSource
+        refs = repository._refs()
+        left = VersionSource(repository._shelf, refs, refs.resolve("main").entry, whole=True)
+        left.read(0, 0, 8)
+        """,
+    "iteration": """
+        def work():
+            with Pool(1, "work") as pool:
+                pool.submit(int).result()
+                yield
+        left = work()
+        next(left)
+        """,
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_nobody_closed_may_be_collected_anywhere(tmp_path, kind):
+    """Python's collector ran in a thread that was just beginning, which holds what ending another one needs."""
+    weightvc.init(tmp_path / "repository", cache=None)
+    done = run(
+        f"""
+        import contextlib, gc
+        from weightvc.pool import Pool
+        repository = weightvc.open(url, cache=None)
+        repository.commit({{"w": np.random.default_rng(0).random(6 << 20)}})  # whose base lies in packs
+        {LEFT[kind]}
+        circle = [left]
+        circle.append(circle)
+        gc.collect()
+        del left, circle
+        with getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext()):  # before Python 3.13
+            gc.collect()
+        print("gone on")
+        """,
+        tmp_path / "repository",
+        "",
+        "",
+    )
+    assert (done.returncode, done.stdout) == (0, "gone on\n"), done.stderr

@@ -158,9 +158,12 @@ def opened(
         # The store twice: ranges of packs are checked only by what they give, and the first may be bad on the way.
         # The second time packs are fetched whole, so that one which is bad at rest is named.
         ways = [at_hand, from_store, from_store_again, *[otherwise] * OTHERS, from_newest]
-        yield made, Verified(tree, ways, f"version {made.version.short}", shelf.meter)
+        with pool:
+            try:
+                yield made, Verified(tree, ways, f"version {made.version.short}", shelf.meter)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
         spool.close()
 
 
