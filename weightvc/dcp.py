@@ -78,8 +78,8 @@ class Writer(StorageWriter):
         ranks: Any = None,
         **options: Any,
     ) -> None:
-        """`options` are those of Repository.commit_sharded(), of which rank 0's count; but no transform, since dcp
-        hands over pieces of tensors.
+        """`options` are those of Repository.commit_sharded(), but no transform, since dcp hands over pieces of
+        tensors. All ranks give the same, but for `message` and `metadata`, of which rank 0's are used.
 
         `keys` are the keys of the state dict that are published, each with all below it ("model" has "model.norm");
         the others are left out. Without it, all are published, and a state dict with an optimizer's state is refused:
@@ -106,6 +106,7 @@ class Writer(StorageWriter):
         self._names = names or _same
         self._given = ranks
         self._ranks: Ranks | None = None
+        self._number = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begin anew. Raises Refused for a checkpoint_id."""
@@ -122,6 +123,7 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Find the ranks. Raises Refused if they are not those that dcp knows of."""
         self.version = None
+        self._number = self._repository._next_call()
         if not kwargs.get("use_collectives", True):
             raise Refused("use_collectives=False: a version is made by all ranks together, leave it True")
         self._ranks = open_ranks(self._given)
@@ -162,7 +164,8 @@ class Writer(StorageWriter):
         self.version = self._repository._commit_shards(
             lambda: self._shards(plan, planner, results),
             self._ranks,
-            self._asked,
+            lambda: self._asked,
+            self._number,
             replicas=False,
         )
         return _done(results)

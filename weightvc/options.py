@@ -24,7 +24,25 @@ class Sharded(NamedTuple):
     labels: Labels
     base: bool
     codec: str
+    dtype: Any
     transform: "Transform | None"
+
+    @property
+    def same(self) -> dict[str, str]:
+        """What has to be the same on all ranks, as a message shows it. What else there is, rank 0 says."""
+        from weightvc.sources.cast import target
+
+        _, step, run, _ = self.labels
+        labels = {} if self.transform is None else self.transform.labels
+        return {
+            "step": repr(step),
+            "run": repr(run),
+            "branch": repr(self.branch),
+            "base": repr(bool(self.base)),
+            "codec": repr(self.codec),
+            "dtype": "None" if self.dtype is None else target(self.dtype),
+            "transform": " ".join(labels.values()) or "none",
+        }
 
 
 def labels(
@@ -76,10 +94,10 @@ def behind(author: str, *, dtype: Any, names: Any, queue: Any, when_full: Any, *
     return made
 
 
-def sharded(author: str, *, branch: str, base: bool, codec: str, transform: Any, **asked: Any) -> Sharded:
+def sharded(author: str, *, branch: str, base: bool, codec: str, dtype: Any, transform: Any, **asked: Any) -> Sharded:
     """What options of commit_sharded() ask for. Raises Refused, BadName."""
-    made = labels(author, branch=branch, codec=codec, transform=transform, **asked)
-    return Sharded(branch, made, base, codec, transform)
+    made = labels(author, branch=branch, codec=codec, dtype=dtype, transform=transform, **asked)
+    return Sharded(branch, made, base, codec, dtype, transform)
 
 
 def check_choices(on_conflict: str, codec: str) -> None:

@@ -37,6 +37,8 @@ class Publishing(History):
 
     _behind: "tuple[Publisher, Arenas] | None" = None
     _sharding: "Sharding | None" = None
+    _calls = 0
+    """How many calls this object has made together with other ranks, with those that failed before they heard."""
 
     def commit_async(
         self,
@@ -145,36 +147,49 @@ class Publishing(History):
         or part that two ranks added is refused. Where the block of one ends in an error, those of the others do too.
 
         Raises Refused, and without ranks Fenced and NotPublished (as commit() does), at once; at the end of the block
-        what commit() or commit_sharded() raises.
+        what commit() or commit_sharded() raises. With ranks, Refused is raised once the others have come to the end
+        of their blocks, so that they hear of it.
         """
-        from weightvc.writer import Writer
+        from weightvc.writer import Writer, raise_again
 
-        labels = options.labels(
-            self.author,
-            branch=branch,
-            message=message,
-            step=step,
-            run=run,
-            metadata=metadata,
-            dtype=dtype,
-            transform=transform,
-            on_conflict=on_conflict,
-            codec=codec,
-        )
+        def check() -> Sharded:
+            return options.sharded(
+                self.author,
+                branch=branch,
+                message=message,
+                step=step,
+                run=run,
+                metadata=metadata,
+                dtype=dtype,
+                transform=transform,
+                on_conflict=on_conflict,
+                base=base,
+                codec=codec,
+            )
+
         cache = self._shelf.cache
         directory = None if cache is None else cache.directory
         if ranks is not None:
             from weightvc.ranks import open_ranks
 
-            if on_conflict != "raise":
-                raise Refused("on_conflict is not for ranks: see what moved the branch, and add all again")
-            opened = open_ranks(ranks)
-            asked = Sharded(branch, labels, base, codec, transform)
+            opened, number = open_ranks(ranks), self._next_call()
 
             def together(added: "Callable[[], Added]") -> Version:
-                return self._commit_shards(added, opened, asked, replicas=False)
+                return self._commit_shards(added, opened, check, number, replicas=False)
 
-            return Writer(together, directory=directory, dtype=dtype, transform=transform, apart=True)
+            def made() -> Writer:
+                check()
+                if on_conflict != "raise":
+                    raise Refused("on_conflict is not for ranks: see what moved the branch, and add all again")
+                return Writer(together, directory=directory, dtype=dtype, transform=transform, apart=True)
+
+            try:
+                return made()
+            except Exception as error:
+                # The others come to the end of their blocks, and wait there: they are to hear of it.
+                raise_again(together, error)
+                raise
+        labels = check().labels
         self.flush()
         root = self.refresh()
         # Who is fenced off hears of it before he has exported everything.
@@ -208,44 +223,64 @@ class Publishing(History):
         `tensors` is what this rank has by name, such as its state_dict(): DTensors, and plain tensors, which are on
         one rank, or the same on several. `ranks` is a process group of torch.distributed that can move bytes between
         CPUs (gloo), None for the default one, or a weightvc.ranks.Ranks of your own. Each rank opens the repository
-        for itself. The other arguments are those of commit(), and rank 0's count. Do not change the tensors before
-        it returns. A transform is called on each rank, with what that has: what is done to a DTensor is done to the
-        whole of it, by all ranks together. It gives what this rank has of what is served.
+        for itself. The other arguments are those of commit(). All ranks give the same, but for `message` and
+        `metadata`, of which rank 0's are used. Give `step`: by it ranks see that they publish the same one; else they
+        count their calls. Do not change the tensors before it returns. A transform is called on each rank, with what
+        that has: what is done to a DTensor is done to the whole of it, by all ranks together. It gives what this rank
+        has of what is served.
 
         Each rank reads, hashes, diffs and uploads its own part; rank 0 publishes once all have. The version is that
         of the whole model: its tree is what commit() makes of the gathered tensors. A rank keeps its part of the last
         version in main memory, to compare the next one with; while one is made, both.
 
-        If a rank fails, it raises its own error, and the others NotPublished; if one dies, the others raise what
-        `ranks` raises then. No version is published, unless rank 0 fails or dies in the last step, which publishes.
-        Raises BadTensor also where ranks differ about a tensor, or a part of it is nowhere, or is twice; Refused for
-        a module, whose state_dict() is to be given.
+        If a rank fails, also for its arguments, it raises its own error, and the others NotPublished; if one dies,
+        the others raise what `ranks` raises then. No version is published, unless rank 0 fails or dies in the last
+        step, which publishes.
+        Raises BadTensor also where ranks differ about a tensor, or a part of it is nowhere, or is twice; replicas of
+        a part are not compared, and may be read from any rank that has it. Raises Refused on all ranks where their
+        arguments differ, or their counts; and for a module, whose state_dict() is to be given.
         """
         from weightvc.ranks import open_ranks
         from weightvc.sources.shards import Shards, open_shards
+        from weightvc.sources.transform import check_transform
 
-        asked = options.sharded(
-            self.author,
-            branch=branch,
-            message=message,
-            step=step,
-            run=run,
-            metadata=metadata,
-            dtype=dtype,
-            transform=transform,
-            base=base,
-            codec=codec,
-        )
+        number = self._next_call()
+
+        def check() -> Sharded:
+            return options.sharded(
+                self.author,
+                branch=branch,
+                message=message,
+                step=step,
+                run=run,
+                metadata=metadata,
+                dtype=dtype,
+                transform=transform,
+                base=base,
+                codec=codec,
+            )
 
         def opened() -> Shards:
-            return open_shards(tensors, dtype, transform)
+            return open_shards(tensors, dtype, check_transform(transform))
 
-        return self._commit_shards(opened, open_ranks(ranks), asked, replicas=True)
+        return self._commit_shards(opened, open_ranks(ranks), check, number, replicas=True)
+
+    def _next_call(self) -> int:
+        """The number of a call that all ranks make. It is taken before anything can fail, so that ranks of which one
+        has not heard of the others have different ones."""
+        with self._lock:
+            self._calls += 1
+            return self._calls
 
     def _commit_shards(
-        self, shards: "Callable[[], Shards | Added]", ranks: "Ranks", asked: Sharded, *, replicas: bool
+        self,
+        shards: "Callable[[], Shards | Added]",
+        ranks: "Ranks",
+        check: Callable[[], Sharded],
+        number: int,
+        *,
+        replicas: bool,
     ) -> Version:
-        from weightvc.protocol.commit import Labels as Said
         from weightvc.sharding import Sharding
 
         def opened() -> "Shards | Added":
@@ -254,17 +289,7 @@ class Publishing(History):
 
         if self._sharding is None:
             self._sharding = Sharding()
-        return self._sharding.commit(
-            self,
-            opened,
-            ranks,
-            branch=asked.branch,
-            labels=Said(*asked.labels, self.author),
-            base=asked.base,
-            codec=asked.codec,
-            transform=asked.transform,
-            replicas=replicas,
-        )
+        return self._sharding.commit(self, opened, ranks, check, number, replicas=replicas)
 
     def flush(self) -> None:
         """Wait until all commits that were made with commit_async() are published.
@@ -499,6 +524,8 @@ def check_async(repository: Any, given: Mapping[str, Any]) -> None:
 
 def check_sharded(repository: Any, given: Mapping[str, Any]) -> Sharded:
     """What options of commit_sharded() ask for, for who has shards in another form than it takes. Raises Refused."""
+    if isinstance(repository, Publishing):
+        repository._next_call()  # who is refused here is out of step with those who are not
     asked = _bound(Publishing.commit_sharded, repository, given)
     return options.sharded(repository.author, **asked)
 

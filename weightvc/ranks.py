@@ -97,35 +97,54 @@ def open_ranks(given: Any = None) -> Ranks:
     return TorchRanks(given)
 
 
-def exchange(ranks: Ranks, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
-    """Exchange what `work` gives, a parcel for each rank. If it raises on any rank, all ranks raise: that one its own
-    error, the others NotPublished, which names it."""
-    failure: Exception | None = None
-    parcels: Sequence[bytes] = ()
-    try:
-        parcels = [_DONE + parcel for parcel in work()]
-    except Exception as error:  # whatever it is, the others wait to hear of it
-        failure = error
-        parcels = [_FAILED + f"{type(error).__name__}: {error}".encode(errors="replace")] * ranks.world
-    got = ranks.exchange(parcels)
-    if failure is not None:
-        raise failure
-    told = [(f"rank {i}", RuntimeError(one[1:].decode())) for i, one in enumerate(got) if one[:1] != _DONE]
-    if told:
-        said = "; ".join(f"{who} failed ({error})" for who, error in told)
-        raise NotPublished(f"no version is published, since {said}", failures=told)
-    return [one[1:] for one in got]
+class Call:
+    """One call that all ranks make: its exchanges, one after the other.
 
+    Each parcel says in which exchange it was given: one rank's call may have been interrupted, so that its next one
+    begins where the others are in the middle of that.
+    """
 
-def gather(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """What `work` gives on each rank, on all ranks; raises as exchange() does."""
-    return [pickle.loads(one) for one in exchange(ranks, lambda: [pickle.dumps(work())] * ranks.world)]
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.world = ranks.rank, ranks.world
+        self._ranks = ranks
+        self._exchanges = 0
 
+    def exchange(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
+        """Exchange what `work` gives, a parcel for each rank. If it raises on any rank, all ranks raise: that one its
+        own error, the others NotPublished, which names it. Where ranks are in different exchanges, all raise
+        Refused."""
+        self._exchanges += 1
+        failure: Exception | None = None
+        parcels: Sequence[bytes] = ()
+        try:
+            parcels = [_DONE + parcel for parcel in work()]
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            failure = error
+            parcels = [_FAILED + f"{type(error).__name__}: {error}".encode(errors="replace")] * self.world
+        at = bytes([self._exchanges])
+        got = self._ranks.exchange([at + parcel for parcel in parcels])
+        if failure is not None:
+            raise failure
+        for rank, one in enumerate(got):
+            if one[:1] != got[0][:1]:
+                raise Refused(
+                    f"ranks are out of step (in exchange {one[0]} of a call on rank {rank}, {got[0][0]} on rank 0), "
+                    "since a call was interrupted on some: see what the branch has, and call again on all"
+                )
+        told = [(f"rank {i}", RuntimeError(one[2:].decode())) for i, one in enumerate(got) if one[1:2] != _DONE]
+        if told:
+            said = "; ".join(f"{who} failed ({error})" for who, error in told)
+            raise NotPublished(f"no version is published, since {said}", failures=told)
+        return [one[2:] for one in got]
 
-def tell(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """What `work` gives on each rank, on rank 0; the others get nothing. Raises as exchange() does."""
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on each rank, on all ranks; raises as exchange() does."""
+        return [pickle.loads(one) for one in self.exchange(lambda: [pickle.dumps(work())] * self.world)]
 
-    def parcels() -> list[bytes]:
-        return [pickle.dumps(work()), *[b""] * (ranks.world - 1)]
+    def tell(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on each rank, on rank 0; the others get nothing. Raises as exchange() does."""
 
-    return [pickle.loads(one) for one in exchange(ranks, parcels) if one]
+        def parcels() -> list[bytes]:
+            return [pickle.dumps(work()), *[b""] * (self.world - 1)]
+
+        return [pickle.loads(one) for one in self.exchange(parcels) if one]

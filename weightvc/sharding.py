@@ -11,16 +11,16 @@ from weightvc.errors import Conflict, Refused, StateUnknown, WeightvcWarning
 from weightvc.history import HEAD, History, check_no_tag, version_of
 from weightvc.objects import key, version
 from weightvc.objects.version import Version
+from weightvc.options import Sharded
 from weightvc.protocol import commit, pins, resolve
 from weightvc.protocol.commit import Baseline, Labels
 from weightvc.protocol.refs import Refs, check_name, moved
 from weightvc.protocol.shares import Division, Kept, Owned, Plan, Receipt, Share, Whole, blocks_of, layout_of
-from weightvc.ranks import Ranks, exchange, gather, tell
+from weightvc.ranks import Call, Ranks
 from weightvc.sources.shards import Offered, Shards
 
 if TYPE_CHECKING:
     from weightvc.sources.base import Source
-    from weightvc.sources.transform import Transform
     from weightvc.writer import Added
     from weightvc_kernels.context import Stats
 
@@ -51,29 +51,37 @@ class Sharding:
         repository: History,
         open_shards: "Callable[[], Shards | Added]",
         ranks: Ranks,
+        check: Callable[[], Sharded],
+        number: int,
         *,
-        branch: str,
-        labels: Labels,
-        base: bool,
-        codec: str,
         replicas: bool,
-        transform: "Transform | None" = None,
     ) -> Version:
-        """Commit what all ranks have, each of which `open_shards` gives, having called the transform.
+        """Commit what all ranks have, each of which `open_shards` gives, having called the transform. `check` says
+        how, and raises for what cannot be asked for. It is this rank's call of that number.
 
-        Each returns the version, or raises: the rank that failed, its own error, and the others NotPublished. Every
-        step ends in an exchange, so that nobody waits for one that has failed.
+        Each returns the version, or raises: the rank that failed, its own error, and the others NotPublished; all
+        Refused where they ask for different things. Every step ends in an exchange, so that nobody waits for one that
+        has failed.
         """
         shelf = repository._shelf
+        call = Call(ranks)
         opened: list[Shards | Added] = []
+        checked: list[Sharded] = []
 
-        def offer() -> tuple[Mapping[str, str], list[Offered]]:
+        def offer() -> tuple[int, Mapping[str, str], list[Offered]]:
+            # Opened first: others may wait for this rank in what the transform calls.
             opened.append(open_shards())
-            return {} if transform is None else transform.labels, list(opened[0].offered)
+            checked.append(check())
+            kind = "commit_sharded" if replicas else "writer"
+            return number, {**checked[0].same, "by": kind}, list(opened[0].offered)
 
-        told = gather(ranks, offer)
-        _check_transforms([said for said, _ in told])
-        offers = [offered for _, offered in told]
+        told = call.gather(offer)
+        (asked,) = checked
+        _check_same([said for _, said, _ in told])
+        if asked.labels[1] is None:
+            _check_numbers([one for one, _, _ in told])
+        branch, labels, transform = asked.branch, Labels(*asked.labels, repository.author), asked.transform
+        offers = [offered for _, _, offered in told]
         if transform is not None and not any(offers):
             raise Refused(
                 f"what transform {transform.name!r:.100} gave is empty on all ranks: let it give what is served"
@@ -81,7 +89,7 @@ class Sharding:
         (shards,) = opened
         plan = self._planned(offers, replicas=replicas)
         schema = shelf.schema_of(plan.tensors)
-        ticket = gather(ranks, lambda: _begin(repository, branch) if ranks.rank == 0 else None)[0]
+        ticket = call.gather(lambda: _begin(repository, branch) if ranks.rank == 0 else None)[0]
         assert ticket is not None
         transaction = key.Transaction(ticket.sequence, ticket.transaction, number=ranks.rank, step=ranks.world)
         with ExitStack() as stack:
@@ -95,7 +103,7 @@ class Sharding:
                 if ticket.head is not None:
                     parents.append(self._parent(repository, refs, ticket.head, stack))
                 parent = parents[0] if parents else None
-                bases.append(base or (parent is not None and commit.outgrown(refs, parent, schema)))
+                bases.append(asked.base or (parent is not None and commit.outgrown(refs, parent, schema)))
                 blocks = blocks_of(schema, None if parent is None else parent.tree)
                 known = self._division
                 if known is None or known.schema is not schema or known.blocks != blocks:
@@ -103,7 +111,7 @@ class Sharding:
                 assert self._division is not None
                 return self._division.parcels(shards, ranks.rank, ranks.world)
 
-            parcels = exchange(ranks, give)
+            parcels = call.exchange(give)
             division = self._division
             assert division is not None
             parent = parents[0] if parents else None
@@ -113,7 +121,7 @@ class Sharding:
                 share = Share(
                     *(shelf, Owned(division, shards, ranks.rank, parcels), schema, parent, transaction),
                     base=bases[0],
-                    codec=codec,
+                    codec=asked.codec,
                     progress=None,
                     keep=self._kept,
                 )
@@ -122,7 +130,7 @@ class Sharding:
                 made.append(share)
                 return share.sample(division.blocks)
 
-            samples = gather(ranks, sample)
+            samples = call.gather(sample)
 
             def make() -> Receipt:
                 made[0].learn([*chain.from_iterable(samples)])
@@ -130,7 +138,7 @@ class Sharding:
                 receipt.files = shards.files
                 return receipt
 
-            receipts = tell(ranks, make)
+            receipts = call.tell(make)
 
             def publish() -> str | None:
                 if ranks.rank:
@@ -148,7 +156,7 @@ class Sharding:
                     labels,
                 )
 
-            record = gather(ranks, publish)[0]
+            record = call.gather(publish)[0]
             assert record is not None
             published = version.read(record)
             self._kept.commit(published.tree)
@@ -172,13 +180,28 @@ class Sharding:
         return Baseline(entry, verified.tree, made, verified)
 
 
-def _check_transforms(said: Sequence[Mapping[str, str]]) -> None:
-    """Raise Refused where ranks call different transforms: the version says of one that it made all of it."""
+def _check_same(said: Sequence[Mapping[str, str]]) -> None:
+    """Raise Refused where ranks ask for different things: their next calls may be of two steps, and the version says
+    of one transform that it made all."""
     for rank, one in enumerate(said):
-        if one != said[0]:
-            here, first = (" ".join(labels.values()) or "none" for labels in (one, said[0]))
+        differ = [name for name in one if one[name] != said[0][name]]
+        if differ:
+            here, first = (", ".join(f"{name}={given[name]:.100}" for name in differ) for given in (one, said[0]))
+            said_so = f"ranks ask for different versions ({here} on rank {rank}; {first} on rank 0)"
+            mend = "give all the same"
+            if "step" in differ:
+                mend += ", and where a rank is ahead, let it make this call again until the others come there"
+            raise Refused(f"{said_so}, so nothing is published: {mend}")
+
+
+def _check_numbers(numbers: Sequence[int]) -> None:
+    """Raise Refused where it is one rank's seventh call and another's eighth."""
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
             raise Refused(
-                f"ranks call different transforms ({here} on rank {rank}, {first} on rank 0): give all the same"
+                f"ranks are out of step (at call {number} of its repository on rank {rank}, at call {numbers[0]} on "
+                "rank 0), so nothing is published: give step=, which says what belongs together, or open the "
+                "repository anew on all ranks, where they are in step"
             )
 
 
@@ -243,6 +266,8 @@ def _publish(
             repository._unsure[ticket.branch] = entry.new
         raise
     repository._last = entry
+    # Now, since this is where to go on, also if another rank is not there to hear of it.
+    repository._remember(ticket.branch, entry.new)
     if unread := [why for receipt in receipts for why in receipt.unread]:
         warnings.warn(
             f"parts of the parent could not be read and were stored whole: {unread[0]}", WeightvcWarning, stacklevel=6

@@ -153,14 +153,10 @@ class Writer:
             if error is None:
                 self.version = self._commit(self._added)
             elif self._apart and isinstance(error, Exception):
-                # The other ranks wait for this one. Whatever they say, this is what the caller is to hear of.
-                with contextlib.suppress(Exception):
-                    self._commit(lambda: self._raise(error))
+                # The other ranks wait for this one.
+                raise_again(self._commit, error)
         finally:
             self._spool.close()
-
-    def _raise(self, error: Exception) -> NoReturn:
-        raise error
 
     def _added(self) -> "Added":
         with self._lock:
@@ -172,6 +168,16 @@ class Writer:
         check_components({component: None for component, _, _ in self._kept}, "the writer")
         ordered = [(self._kept[name], name[2]) for name in sorted(self._kept)]
         return Added([Offered(info, box) for (info, _), box in ordered], [reader for (_, reader), _ in ordered])
+
+
+def raise_again(commit: Callable[[Callable[[], "Added"]], Version], error: Exception) -> None:
+    """Let all ranks hear of an error of this one. Whatever they say, it is what the caller is to hear of."""
+
+    def fail() -> NoReturn:
+        raise error
+
+    with contextlib.suppress(Exception):
+        commit(fail)
 
 
 def _named(name: str, component: str) -> str:

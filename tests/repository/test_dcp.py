@@ -719,3 +719,42 @@ def test_errors_cross_from_process_to_process():
 def test_torch_is_imported_with_it_alone():
     code = "import sys, weightvc; assert 'torch' not in sys.modules; weightvc.dcp; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_save_is_a_mix_of_two_steps(tmp_path, url):
+    """Ranks whose writers say different steps; and one rank's writer that was refused, whose loop goes on."""
+
+    def work(rank: int) -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        repository = weightvc.open(url, cache=None)
+        said = []
+
+        def save(value: int, **options: Any) -> None:
+            state = {"w": DTensor.from_local(torch.full((4,), float(value)), mesh, [Shard(0)])}
+            try:
+                dcp.save(state, storage_writer=Writer(repository, **options))
+            except CheckpointException as error:
+                said.extend(f"{type(one[0]).__name__} {one[0]}" for _, one in sorted(error.failures.items()))
+
+        save(50 + rank, step=50 + rank)
+        save(1, step=1, metadata={"loss": rank + 0.5})
+        if rank == 1:
+            with pytest.raises(Refused):
+                Writer(repository, metadata={"loss": float("nan")})
+            save(3)
+        else:
+            save(2)
+        return said
+
+    assert processes(2, tmp_path, work) == [0, 0]
+    zero, one = told(tmp_path, 2)
+    assert zero == one
+    assert ["(step=51 on rank 1; step=50 on rank 0)" in said for said in zero[:2]] == [True, True]
+    assert ["Refused ranks are out of step (at call" in said for said in zero[2:]] == [True, True]
+    plain = weightvc.open(url, cache=None)
+    (version,) = plain.log()
+    assert (version.step, version.metadata) == (1, {"loss": 0.5})
+    assert plain.load(version)["w"].tolist() == [1] * 8

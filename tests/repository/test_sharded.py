@@ -1,6 +1,8 @@
 """Commits by many ranks: the version of the whole model, or none."""
 
+import json
 import random
+import re
 import threading
 from itertools import pairwise, product
 from typing import Any
@@ -17,7 +19,7 @@ from tests.kit.weights import Bits, Weights, flipped, held, tensor, tiny_format
 from weightvc.errors import BadTensor, BranchMoved, Fenced, NotPublished, Refused, Unavailable
 from weightvc.objects import dtypes
 from weightvc.objects.tensor import TensorInfo
-from weightvc.protocol import commit
+from weightvc.options import Sharded
 from weightvc.repository import Repository
 from weightvc.sharding import Sharding
 from weightvc.sources.shards import Offered, Shards
@@ -87,9 +89,11 @@ class Rank:
         self.sharding = Sharding()
 
     def commit(self, ranks: Any, part: Part, **more: Any) -> Any:
-        labels = commit.Labels("sharded", more.pop("step", None), None, None, "rank")
-        given = {"branch": "main", "base": False, "codec": "small", "replicas": True, **more}
-        return self.sharding.commit(self.repository, lambda: part.shards, ranks, labels=labels, **given)
+        labels = "sharded", more.pop("step", None), None, None
+        replicas = more.pop("replicas", True)
+        asked = Sharded("main", labels, more.pop("base", False), more.pop("codec", "small"), None, None)
+        assert not more
+        return self.sharding.commit(self.repository, lambda: part.shards, ranks, lambda: asked, 1, replicas=replicas)
 
 
 @pytest.fixture(autouse=True)
@@ -440,8 +444,6 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
 
     assert processes(2, tmp_path, work) == [0, 0]
     assert plain.branches() == {}
-    import json
-
     zero, one = (json.loads((tmp_path / f"result{rank}").read_text()) for rank in range(2))
     assert "'p'" in zero[0]
     assert "Partial" in zero[0]
@@ -560,3 +562,213 @@ def test_parts_are_for_ranks(url):
         for half in range(2):
             out.add("w", torch.full((2,), float(half)), shape=(4,), at=(2 * half,))
     assert repository.load()["w"].tolist() == [0, 0, 1, 1]
+
+
+# What ranks have to agree about
+
+
+MIX = pytest.mark.parametrize(
+    "bad",
+    [
+        {"metadata": {"loss": float("nan")}},
+        {"metadata": {"a": object()}},
+        {"step": -1},
+        {"codec": "x"},
+        {"dtype": "int3"},
+        {"branch": "a..b"},
+        {"run": 5},
+        {"transform": 5},
+    ],
+)
+
+
+def told(tmp_path: Any, world: int) -> list[Any]:
+    """What processes returned."""
+    return [json.loads((tmp_path / f"result{rank}").read_text()) for rank in range(world)]
+
+
+def test_no_version_is_a_mix_of_two_steps(tmp_path):
+    """One rank's argument is refused, and its loop goes on; or a rank leaves a call out."""
+    url = str(tmp_path / "repository")
+    plain = weightvc.init(url, cache=None)
+
+    def work(rank: int) -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        repository = weightvc.open(url, cache=None)
+        said = []
+
+        def commit(step: int, **more: Any) -> None:
+            local = torch.full((4,), float(step))
+            try:
+                repository.commit_sharded({"w": DTensor.from_local(local, mesh, [Shard(0)])}, step=step, **more)
+            except weightvc.WeightvcError as error:
+                said.append(f"{type(error).__name__} {error}")
+
+        for step in (1, 2):
+            commit(step, metadata={"loss": float("nan") if rank and step == 1 else rank + 0.5}, message=f"of {rank}")
+        for step in (3,) if rank == 0 else (4,):  # rank 1 is ahead, and tries again when rank 0 has come there
+            commit(step)
+        commit(4)
+        return said
+
+    assert processes(2, tmp_path, work) == [0, 0]
+    zero, one = told(tmp_path, 2)
+    assert zero[0].startswith("NotPublished")
+    assert "rank 1 failed (Refused: " in zero[0]
+    assert one[0].startswith("Refused")
+    assert zero[1:] == one[1:]
+    assert "(step=4 on rank 1; step=3 on rank 0)" in zero[1]
+    versions = list(plain.log())[::-1]
+    assert [(version.step, plain.load(version)["w"].tolist()) for version in versions] == [(2, [2] * 8), (4, [4] * 8)]
+    assert (versions[0].metadata, versions[0].message) == ({"loss": 0.5}, "of 0")
+
+
+@MIX
+@pytest.mark.parametrize("how", ["commit_sharded", "writer"])
+def test_what_one_rank_asks_wrongly_all_hear_of(url, bad, how):
+    members = [Rank(url).repository for _ in range(3)]
+
+    def work(ranks: Any) -> Any:
+        said = []
+        for step in range(2):
+            asked = {"step": step, **(bad if ranks.rank == 1 and step == 0 else {})}
+            tensors = {f"w{ranks.rank}": torch.full((4,), float(step))}
+            try:
+                if how == "writer":
+                    with members[ranks.rank].writer(ranks=ranks, **asked) as out:
+                        out.add_all(tensors)
+                    said.append(out.version)
+                else:
+                    said.append(members[ranks.rank].commit_sharded(tensors, ranks=ranks, **asked))
+            except weightvc.WeightvcError as error:
+                said.append(error)
+        return said
+
+    for rank, (failed, version) in enumerate(Job(3).run(work)):
+        assert isinstance(failed, Refused if rank == 1 else NotPublished), failed
+        assert rank == 1 or "rank 1 failed (" in str(failed)
+        assert version.step == 1
+        assert {value.unique().item() for value in members[0].load(version).values()} == {1.0}
+    assert len(list(members[0].log())) == 1
+
+
+@pytest.mark.parametrize("how", ["commit_sharded", "writer"])
+@pytest.mark.parametrize(
+    ("zero", "one", "says"),
+    [
+        ({"step": 10}, {"step": 11}, r"\(step=11 on rank 1; step=10 on rank 0\).*ahead"),
+        ({"step": 10}, {}, r"\(step=None on rank 1; step=10 on rank 0\)"),
+        (
+            {"run": "a"},
+            {"run": "b", "base": True},
+            r"\(run='b', base=True on rank 1; run='a', base=False on rank 0\)",
+        ),
+        ({}, {"branch": "other"}, r"branch='other' on rank 1"),
+        ({}, {"codec": "fast"}, r"codec='fast' on rank 1"),
+        ({"dtype": "bf16"}, {"dtype": "float16"}, r"\(dtype=F16 on rank 1; dtype=BF16 on rank 0\)"),
+    ],
+)
+def test_ranks_that_ask_for_different_versions_are_refused(url, how, zero, one, says):
+    members = [Rank(url).repository for _ in range(3)]
+
+    def work(ranks: Any) -> Any:
+        asked = one if ranks.rank == 1 else zero
+        tensors = {f"w{ranks.rank}": torch.ones(4)}
+        if how == "commit_sharded":
+            return members[ranks.rank].commit_sharded(tensors, ranks=ranks, **asked)
+        with members[ranks.rank].writer(ranks=ranks, **asked) as out:
+            out.add_all(tensors)
+        return None
+
+    results = Job(3).run(work)
+    assert len({str(result) for result in results}) == 1
+    for result in results:
+        assert isinstance(result, Refused)
+        assert re.search(says, str(result)), result
+    assert members[0].branches() == {}
+
+
+def test_a_commit_beside_a_writer_is_refused(url):
+    members = [Rank(url).repository for _ in range(2)]
+
+    def work(ranks: Any) -> Any:
+        if ranks.rank:
+            return members[1].commit_sharded({"b": torch.ones(2)}, ranks=ranks, step=1)
+        with members[0].writer(ranks=ranks, step=1) as out:
+            out.add("a", torch.ones(2))
+        return None
+
+    results = Job(2).run(work)
+    assert all("(by=commit_sharded on rank 1; by=writer on rank 0)" in str(result) for result in results), results
+
+
+def test_what_may_be_spelled_in_several_ways(url):
+    members = [Rank(url).repository for _ in range(2)]
+    given: list[dict[str, Any]] = [{"dtype": "bf16", "step": 3}, {"dtype": torch.bfloat16, "step": np.int64(3)}]
+    results = Job(2).run(
+        lambda ranks: members[ranks.rank].commit_sharded({"w": torch.ones(2)}, ranks=ranks, **given[ranks.rank])
+    )
+    assert [result.step for result in results] == [3, 3]
+
+
+class Interrupted:
+    """Ranks of which one is interrupted, once, where it comes to its exchange number `at`."""
+
+    def __init__(self, ranks: Any, at: int) -> None:
+        self.rank, self.world = ranks.rank, ranks.world
+        self._ranks, self._left = ranks, at
+
+    def exchange(self, parcels: Any) -> Any:
+        self._left -= 1
+        if self._left == 0 and self.rank == 1:
+            raise KeyboardInterrupt
+        return self._ranks.exchange(parcels)
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize("step", [None, 5])
+def test_a_call_that_was_interrupted_on_one_rank(url, at, step):
+    """That rank calls again. What the others are in the middle of is no part of that."""
+    members = [Rank(url).repository for _ in range(3)]
+
+    def work(ranks: Any) -> Any:
+        ranks = Interrupted(ranks, at)
+        said = []
+        for _ in range(4):
+            try:
+                tensors = {f"w{ranks.rank}": torch.ones(4)}
+                said.append(members[ranks.rank].commit_sharded(tensors, ranks=ranks, step=step))
+                break
+            except (KeyboardInterrupt, Refused) as error:
+                said.append(error)
+                if "open the repository anew" in str(error):
+                    members[ranks.rank] = Rank(url).repository
+        return said
+
+    zero, one, two = Job(3).run(work)
+    assert [str(error) for error in zero[:-1]] == [str(error) for error in two[:-1]]
+    assert [str(error) for error in zero[:-1]] == [str(error) for error in one[1:-1]]
+    assert len({result[-1].id for result in (zero, one, two)}) == 1
+    refused = [str(error) for error in zero[:-1]]
+    if at > 1:
+        assert f"(in exchange 1 of a call on rank 1, {at} on rank 0)" in refused[0]
+    if step is None:
+        assert "(at call" in refused[-1]
+    assert len(refused) == (at > 1) + (step is None)
+
+
+def test_a_rank_that_begins_anew_joins_by_its_step(url):
+    """Its repository has made no call, those of the others have."""
+    members = [Rank(url).repository for _ in range(2)]
+
+    def work(ranks: Any, step: int | None) -> Any:
+        return members[ranks.rank].commit_sharded({f"w{ranks.rank}": torch.ones(4)}, ranks=ranks, step=step)
+
+    Job(2).run(lambda ranks: work(ranks, 1))
+    members[1] = Rank(url).repository
+    results = Job(2).run(lambda ranks: work(ranks, None))
+    assert all("(at call 1 of its repository on rank 1, at call 2 on rank 0)" in str(one) for one in results), results
+    assert [one.step for one in Job(2).run(lambda ranks: work(ranks, 2))] == [2, 2]

@@ -327,9 +327,9 @@ def test_ranks_serve_what_each_makes_of_what_it_has(repository: Repository) -> N
 @pytest.mark.parametrize(
     ("transforms", "says"),
     [
-        ([FUSED, Transform("fused", "4", fused)], r"\(fused 4 on rank 1, fused 3 on rank 0\)"),
-        ([FUSED, None], r"\(none on rank 1, fused 3 on rank 0\)"),
-        ([None, FUSED], r"\(fused 3 on rank 1, none on rank 0\)"),
+        ([FUSED, Transform("fused", "4", fused)], r"\(transform=fused 4 on rank 1; transform=fused 3 on rank 0\)"),
+        ([FUSED, None], r"\(transform=none on rank 1; transform=fused 3 on rank 0\)"),
+        ([None, FUSED], r"\(transform=fused 3 on rank 1; transform=none on rank 0\)"),
         ([Transform("none", "1", lambda _: {})] * 2, "'none' gave is empty on all ranks"),
     ],
 )

@@ -64,11 +64,8 @@ class Transform:
 
 def checked(transform: Any, dtype: Any, metadata: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The metadata of what a commit makes with these arguments. Raises Refused where they do not go together."""
-    if transform is None:
+    if check_transform(transform) is None:
         return metadata
-    if not isinstance(transform, Transform):
-        mend = "give weightvc.Transform(name, version, function)"
-        raise Refused(f"transform={transform!r:.100} has no name and no version: {mend}")
     if dtype is not None:
         raise Refused("dtype is not for what a transform gives, such as its scales: let the function cast")
     said = copied(metadata)
@@ -76,6 +73,14 @@ def checked(transform: Any, dtype: Any, metadata: Mapping[str, Any] | None) -> M
     if taken:
         raise Refused(f"metadata has {taken[0]!r}, which the transform says: leave it out")
     return {**said, **transform.labels}
+
+
+def check_transform(transform: Any) -> Transform | None:
+    """The same. Raises Refused for what is none."""
+    if transform is None or isinstance(transform, Transform):
+        return transform
+    mend = "give weightvc.Transform(name, version, function)"
+    raise Refused(f"transform={transform!r:.100} has no name and no version: {mend}")
 
 
 def kept(metadata: Mapping[str, Any]) -> dict[str, Any]:
