@@ -227,6 +227,11 @@ class Client:
         """
         if self._target is None:
             return self._load(ref, changed_only)
+        if changed_only:
+            raise Refused(
+                "changed_only=True is of a client without into=…, which gives new tensors: of a target only what "
+                "changes is written in any case; leave it out, and read the names in the update's `changed`"
+            )
         update = self.update(ref)
         update.activate()
         return update

@@ -1,7 +1,8 @@
 """Live tensors: where a version's tensors lie in memory that is being served, and the writes that change them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Any, Final
 
@@ -83,6 +84,10 @@ class Write:
             self.lanes[:] = new
         else:
             self.lanes[self.at] = new
+
+
+Back = tuple[Tree, Sequence[Sequence[Write]]]
+"""A tree that tensors held before, and the updates since, newest first: with those taken back it is there again."""
 
 
 class Writes:
@@ -321,11 +326,12 @@ class _Lying:
     def __init__(self, schema: Schema, live: Live, back: Sequence[Sequence[Write]]) -> None:
         self._schema = schema
         self._regions = live.regions(schema)
-        # By tensor and first byte of the chunk, in the order in which they are taken back.
-        self._back: dict[tuple[int, int], list[Write]] = {}
+        # By tensor and first byte of the chunk, in the order in which they are taken back. By the tensor's name: its
+        # number may have been another one in the versions since.
+        self._back: dict[tuple[str, int], list[Write]] = {}
         for writes in back:
             for write in writes:
-                self._back.setdefault((write.tensor, write.start), []).append(write)
+                self._back.setdefault((write.name, write.start), []).append(write)
 
     def read(self, low: int, high: int) -> frame.Buffer:
         pieces = []
@@ -335,7 +341,7 @@ class _Lying:
             if region is None:
                 raise Corrupt(f"tensor {self._schema.tensors[tensor].name!r:.200} is not kept here")
             data = region.read(start, stop)
-            if undone := self._back.get((tensor, start)):
+            if undone := self._back.get((self._schema.tensors[tensor].name, start)):
                 data = _undo(data, undone)
             pieces.append(data)
         return pieces[0] if len(pieces) == 1 else bytearray().join(pieces)
@@ -346,11 +352,11 @@ def _undo(data: frame.Buffer, writes: Sequence[Write]) -> frame.Buffer:
 
     out = numpy.frombuffer(bytearray(data), numpy.uint8)
     for write in writes:
-        lanes = out.view(write.old.dtype)
-        if write.at is None:
-            lanes[:] = write.old
-        else:
-            lanes[write.at] = write.old
+        try:
+            lanes = out.view(write.old.dtype)
+            lanes[slice(None) if write.at is None else write.at] = write.old
+        except (ValueError, IndexError):
+            raise Corrupt(f"{write.name!r:.200} had another shape before") from None
     return memoryview(out)  # type: ignore[arg-type]
 
 
@@ -360,26 +366,27 @@ def find(
     entry: Entry,
     live: Live,
     held: Tree | None,
+    back: Iterable[Back] = (),
 ) -> tuple[list[Write], Tree]:
     """The writes that bring tensors to a version, and its tree. Every byte is checked before this returns.
 
     `held` is the tree that they hold, as far as is known: what the version has in common with it is not looked at.
+    `back` leads to trees that they held before: the way to the version may begin at one of those as well.
     """
     live.check_place()
-    lying: resolve.Lying | None = None
+    lying = {tree.digest: partial(_Lying, live=live, back=writes) for tree, writes in back}
     if held is not None:
-        lying = held.digest, lambda schema: _Lying(schema, live, ())
+        lying[held.digest] = partial(_Lying, live=live, back=())
     with resolve.opened(shelf, refs, entry, lying=lying) as (_, verified):
         return _writes(verified, live, held, f"version {(entry.new or '')[:12]}"), verified.tree
 
 
-def taken_back(
-    live: Live, held: Tree, tree: Tree, back: Sequence[Sequence[Write]], meter: Meter
-) -> list[Write] | None:
-    """The writes that bring tensors from `held` back to `tree`, which `back` leads to, newest first: nothing is read
-    but them. None where that does not give the tree's bytes: somebody else has written to them."""
+def taken_back(live: Live, held: Tree, back: Back, meter: Meter) -> list[Write] | None:
+    """The writes that bring tensors from `held` to the tree that `back` leads to: nothing is read but them. None if
+    that does not give the tree's bytes: somebody else has written to them."""
     live.check_place()
-    verified = Verified(tree, [lambda: _Lying(tree.schema, live, back)], "what was overwritten", meter)
+    tree, writes = back
+    verified = Verified(tree, [lambda: _Lying(tree.schema, live, writes)], "what was overwritten", meter)
     try:
         return _writes(verified, live, held, "the version before")
     except Corrupt:

@@ -173,7 +173,7 @@ class Sharding:
     def _parent(self, repository: History, refs: Refs, head: str, stack: ExitStack) -> Baseline:
         entry = refs.entry(head)
         # Its bytes are looked at if and when they are read.
-        lying = None if self._kept.tree is None else (self._kept.tree, self._kept.of)
+        lying = None if self._kept.tree is None else {self._kept.tree: self._kept.of}
         made, verified = stack.enter_context(
             resolve.opened(repository._shelf, refs, entry, lying=lying, identify=False, whole=False)
         )

@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +23,7 @@ from weightvc.stores.base import MISSING
 from weightvc.tensor_groups import TensorGroups
 
 if TYPE_CHECKING:
+    from weightvc import live
     from weightvc.repository import Repository
 
 __all__ = ["Directory", "Slots", "Staged", "Target", "Tensors"]
@@ -82,7 +83,7 @@ class Directory(Target):
         """Build the version beside it, under a hidden name."""
         made, start = version_of(entry), self.holds
         beside = self.path.with_name(f".{self.path.name}.next")
-        _build(repository, refs, entry, branch, beside, self.path)
+        _build(repository, refs, entry, branch, beside, [self.path])
 
         def activate() -> None:
             from weightvc import worktree
@@ -141,7 +142,7 @@ class Slots(Target):
             sync_directory(self.path)
 
     def stage(self, repository: "Repository", refs: Refs, entry: Entry, branch: str | None) -> Staged:
-        """Build the version's slot, from the one in use and patches.
+        """Build the version's slot from patches and a slot that is there, the one in use or another that is nearer.
 
         Raises Refused, and writes nothing, where the directory has no slots yet and is a checkout or has other files.
         """
@@ -161,7 +162,8 @@ class Slots(Target):
         # then gets what its path stands for. What an engine left in it, an index of the weights perhaps, stays. Its
         # name makes it ours, also where half of it is gone, and with that what it says of itself.
         if not _is(repository, refs, slot, made):
-            _build(repository, refs, entry, branch, slot, used, force=True)
+            starts = [used] if used is not None else []
+            _build(repository, refs, entry, branch, slot, starts + self._others({slot, used}), force=True)
             if slot == used:
                 start = self.holds
 
@@ -198,10 +200,13 @@ class Slots(Target):
         left of those that killed processes were building, each as large as a slot."""
         for found in {m[1] for m in map(_WORKSPACE.fullmatch, os.listdir(self.path)) if m}:
             clear(self.path / found)
-        slots = [p for p in self.path.iterdir() if _SLOT.fullmatch(p.name) and p not in keep and read_marker(p)]
-        for slot in sorted(slots, key=lambda p: p.stat().st_mtime)[:-1]:
+        for slot in sorted(self._others(keep), key=lambda p: p.stat().st_mtime)[:-1]:
             with contextlib.suppress(OSError):
                 discard(slot)
+
+    def _others(self, but: set[Path | None]) -> list[Path]:
+        """Slots but those."""
+        return [p for p in self.path.iterdir() if _SLOT.fullmatch(p.name) and p not in but and read_marker(p)]
 
     def verify(self, repository: "Repository", ident: str) -> list[str]:
         """Read all of the slot in use; tensors and files that differ."""
@@ -216,7 +221,7 @@ def _build(
     entry: Entry,
     branch: str | None,
     place: Path,
-    start: Path | None,
+    starts: Sequence[Path],
     *,
     force: bool = False,
 ) -> None:
@@ -231,7 +236,7 @@ def _build(
         force=force,
         replace=True,
         progress=repository.progress,
-        start=start,
+        starts=starts,
     )
 
 
@@ -323,7 +328,7 @@ class Tensors(Target):
         else:
             found = self._taken_back(made.tree, repository._shelf.meter)
             if found is None:
-                found = live.find(repository._shelf, refs, entry, self._live, self._tree)
+                found = live.find(repository._shelf, refs, entry, self._live, self._tree, self._back())
             writes, tree = found
         # What belongs together is written together, and told whole.
         names = self._groups.whole(
@@ -366,13 +371,15 @@ class Tensors(Target):
         """The writes that lead back to a tree, and the tree; None if it is not so near, or the way is not clear."""
         from weightvc import live
 
-        for at in range(len(self._undo) - 1, -1, -1):
-            tree = self._undo[at][0]
-            if tree.digest == digest:
-                back = [writes for _, writes in reversed(self._undo[at:])]
-                writes = live.taken_back(self._live, self._tree, tree, back, meter)
-                return None if writes is None else (writes, tree)
+        for back in reversed(self._back()):
+            if back[0].digest == digest:
+                writes = live.taken_back(self._live, self._tree, back, meter)
+                return None if writes is None else (writes, back[0])
         return None
+
+    def _back(self) -> "list[live.Back]":
+        """The trees that can be gone back to, oldest first."""
+        return [(tree, [w for _, w in reversed(self._undo[at:])]) for at, (tree, _) in enumerate(self._undo)]
 
     def verify(self, repository: "Repository", ident: str) -> list[str]:
         """Hash all of them; the names, as the version has them, of those that differ. The next pull mends them."""

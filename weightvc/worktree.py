@@ -6,10 +6,11 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from weightvc.errors import NotFound, Refused, TensorNotFound
+from weightvc.errors import Corrupt, NotFound, Refused, TensorNotFound
 from weightvc.objects import frame, layout
 from weightvc.objects.catalogue import Entry
 from weightvc.objects.manifest import blocks
@@ -43,11 +44,11 @@ def checkout(
     force: bool,
     replace: bool,
     progress: Progress | None,
-    start: Path | None = None,
+    starts: Sequence[Path] = (),
 ) -> Version:
     """Write a version's files into a directory, or as one file if `target` ends in .safetensors.
 
-    `start` is another checked-out directory, which is read instead of the target to begin from.
+    `starts` are other checked-out directories: the one that is the cheapest to begin from is read, not the target.
     """
     made = entry.version
     assert made is not None
@@ -59,9 +60,9 @@ def checkout(
         if not (force or replace):
             _check_unchanged(shelf, refs, place)
     with contextlib.ExitStack() as stack:
-        lying = None
-        if start is not None:
-            lying = _lying(refs, start, read_marker(start), stack)
+        lying: resolve.Lying | None = None
+        if starts:
+            lying = {**_others(refs, starts[1:], stack), **_lying(refs, starts[0], read_marker(starts[0]), stack)}
         elif isinstance(place, swapping.Directory):
             lying = _lying(refs, place.target, place.marker, stack)
         manifest, verified = stack.enter_context(resolve.opened(shelf, refs, entry, lying=lying))
@@ -174,17 +175,37 @@ def _one_file(schema: Schema, plan: Sequence[File]) -> File:
     return writing.single(schema, schema.tensors, "model.safetensors")
 
 
-def _lying(refs: Refs, directory: Path, marker: Marker | None, stack: contextlib.ExitStack) -> "resolve.Lying | None":
+def _lying(refs: Refs, directory: Path, marker: Marker | None, stack: contextlib.ExitStack) -> "resolve.Lying":
     """What a directory holds, if its marker names a version of this repository and its files can be read."""
     entry = refs.catalogue.find(marker.version) if marker is not None else None
     if entry is None or entry.version is None:
-        return None
+        return {}
     try:
         source = _open(directory)
     except (Refused, OSError):
-        return None
+        return {}
     stack.callback(source.close)
-    return entry.version.tree, lambda schema: Lying(schema, source)
+    return {entry.version.tree: lambda schema: Lying(schema, source)}
+
+
+def _others(refs: Refs, directories: Sequence[Path], stack: contextlib.ExitStack) -> "resolve.Lying":
+    """The same of directories that are seldom used: opened only then, and no segment is read for them."""
+
+    def of(directory: Path, schema: Schema) -> Lying:
+        try:
+            source = _open(directory)
+        except (Refused, OSError) as error:
+            raise Corrupt(str(error)) from None
+        stack.callback(source.close)
+        return Lying(schema, source)
+
+    out = {}
+    for directory in directories:
+        if (marker := read_marker(directory)) is not None:
+            entry = refs.find(marker.version, 0)
+            name = marker.version if entry is None or entry.version is None else entry.version.tree
+            out[name] = partial(of, directory)
+    return out
 
 
 def _open(target: Path) -> Source:

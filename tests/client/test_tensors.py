@@ -1,7 +1,9 @@
 """Live tensors that follow a branch: what they hold is a version's bits, or it is said that they do not."""
 
 import secrets
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import weightvc
 from weightvc import live
 from weightvc.repository import Repository
-from weightvc.targets import Tensors
+from weightvc.targets import Slots, Tensors
 
 Made = Callable[..., Repository]
 
@@ -117,6 +120,144 @@ def test_back_costs_a_look_at_the_root_and_nothing_else(history: tuple[Made, lis
     target["a"][7] += 1
     assert client.pull(at(2)).timings.requests > 1
     check(target, states[2])
+
+
+@pytest.fixture
+def forked(again: Made) -> tuple[Made, dict[str, dict[str, torch.Tensor]]]:
+    """Ten versions of main, and of exp three more from the sixth of them, by name."""
+    repository = again()
+    states = {"main0": weights(0)}
+    for i in range(1, 10):
+        states[f"main{i}"] = stepped(states[f"main{i - 1}"], i)
+    for i in range(10):
+        repository.tag(f"main{i}", repository.commit(states[f"main{i}"], step=i))
+    repository.branch("exp", "main5")
+    states["exp5"] = states["main5"]
+    for i in range(6, 9):
+        states[f"exp{i}"] = stepped(states[f"exp{i - 1}"], 100 + i)
+        repository.tag(f"exp{i}", repository.commit(states[f"exp{i}"], branch="exp", step=i))
+    return again, states
+
+
+def patches(repository: Repository, old: str, new: str) -> int:
+    """Bytes by which one version is read from the other, by patches alone."""
+    way = repository.plan(old, new)
+    assert way.start is not None
+    return way.nbytes
+
+
+@pytest.mark.parametrize("kind", ["tensors", "slots"])
+def test_another_branch_begins_at_the_ancestor_that_is_still_there(
+    kind: str, forked: tuple[Made, dict[str, dict[str, torch.Tensor]]], tmp_path: Path
+) -> None:
+    again, states = forked
+    target = blank(states["main0"])
+    repository = again(cache=None)
+    client = weightvc.Client(repository, into=target if kind == "tensors" else Slots(tmp_path / "slots"))
+
+    def pull(name: str) -> int:
+        client.pull(name)
+        held = target if kind == "tensors" else load_file(tmp_path / "slots" / "current" / "model.safetensors")
+        check(held, states[name])
+        assert client.verify() == []
+        assert client.timings is not None
+        return client.timings.nbytes
+
+    pull("main5")
+    pull("main9")
+    side, root = patches(repository, "main5", "exp8"), pull("main9")
+    assert pull("exp8") <= side + root + 1000
+    assert pull("main9") <= patches(repository, "main5", "main9") + root + 1000
+    assert pull("exp8") <= side + root + 1000
+
+
+def test_a_way_back_that_somebody_wrote_over_costs_a_fetch(
+    forked: tuple[Made, dict[str, dict[str, torch.Tensor]]],
+) -> None:
+    again, states = forked
+    target = blank(states["main0"])
+    client = weightvc.Client(again(cache=None), into=target)
+    client.pull("main5")
+    client.pull("main9")
+    target["a"].view(torch.int16).numpy()[:] ^= 1
+    client.pull("exp8")
+    check(target, states["exp8"])
+
+
+def test_a_damaged_slot_that_is_nearer_is_not_begun_from(
+    forked: tuple[Made, dict[str, dict[str, torch.Tensor]]], tmp_path: Path
+) -> None:
+    again, states = forked
+    repository = again(cache=None)
+    client = weightvc.Client(repository, into=Slots(tmp_path / "slots"))
+    near = client.pull("main5").version
+    client.pull("main4")
+    file = tmp_path / "slots" / near.short / "model.safetensors"
+    for damage in (
+        lambda: file.write_bytes(file.read_bytes()[:-9] + bytes(9)),
+        lambda: file.write_bytes(b""),
+        file.unlink,
+    ):
+        damage()
+        client.pull("exp8")
+        check(load_file(tmp_path / "slots" / "current" / "model.safetensors"), states["exp8"])
+        assert client.timings is not None
+        # From the slot in use, then: no base is fetched.
+        assert client.timings.nbytes <= 3 * patches(repository, "main4", "exp8")
+        client.repository.checkout("main5", tmp_path / "slots" / near.short, force=True)
+        client.pull("main4")
+        shutil.rmtree(tmp_path / "slots" / repository.resolve("exp8").short)
+
+
+def test_an_interrupted_move_over_the_way_back_is_finished(
+    forked: tuple[Made, dict[str, dict[str, torch.Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, states = forked
+    target = blank(states["main0"])
+    client = weightvc.Client(again(cache=None), into=target)
+    client.pull("main5")
+    client.pull("main9")
+    update = client.stage("exp8")
+    check(target, states["main9"])
+    with monkeypatch.context() as patched:
+        made = iter([True])
+        apply = live.Write.apply
+
+        def once(write: live.Write) -> None:
+            if not next(made, False):
+                raise KeyboardInterrupt
+            apply(write)
+
+        patched.setattr(live.Write, "apply", once)
+        with pytest.raises(KeyboardInterrupt):
+            update.activate()
+    assert client.current() is None
+    client.pull("main9")
+    check(target, states["main9"])
+    client.pull("exp8")
+    check(target, states["exp8"])
+
+
+def test_goes_back_where_a_name_came_to_another_place_in_the_version(again: Made) -> None:
+    repository = again()
+    large = torch.zeros(10_000)  # or more would have been overwritten than is kept
+    first = {"a": torch.arange(1000).bfloat16(), "b": torch.zeros(15), "large": large}
+    second = {"b": torch.ones(15), "large": large, "z": torch.ones(1000).bfloat16()}
+    one, two = repository.commit(first), repository.commit(second)
+    target = blank(first)
+    client = weightvc.Client(again(), into=target, names={"z": "a"})
+    for version in (one, two, one):
+        client.pull(version)
+        check(target, first if version is one else {"a": second["z"], "b": second["b"], "large": large})
+
+
+def test_what_changed_is_not_asked_of_a_target(history: tuple[Made, list[dict[str, torch.Tensor]]]) -> None:
+    again, states = history
+    target = blank(states[0])
+    client = weightvc.Client(again(), into=target)
+    with pytest.raises(weightvc.Refused, match=r"changed_only.*without into.*changed"):
+        client.pull("main", changed_only=True)
+    check(target, blank(states[0]))
 
 
 def test_only_what_changed_comes_and_groups_whole(again: Made) -> None:

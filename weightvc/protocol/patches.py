@@ -96,7 +96,7 @@ def opened(shelf: Shelf, refs: Refs, old: Entry, new: Entry) -> Iterator[Span]:
     """
     with resolve.opened(shelf, refs, old) as (below, verified):
         start = Recent(verified)
-        lying = (below.version.tree, lambda _: start)
+        lying = {below.version.tree: lambda _: start}
         with resolve.opened(shelf, refs, new, lying=lying) as (_, above):
             yield Span(start, above, _between(shelf, refs, old, new, start.tree.schema, above.tree.schema))
 

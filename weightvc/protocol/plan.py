@@ -103,8 +103,9 @@ def steps_to(entry: Entry) -> Iterator[Step]:
 
 
 def plan(finder: Finder, entry: Entry, held: Set[str] = frozenset(), failed: Mapping[str, int] | None = None) -> Plan:
-    """The cheapest way to a version. `held` are the digests of trees that are at hand; `failed` says how often ways
-    with a manifest, by its key, turned out to be bad: they are avoided if there are others.
+    """The cheapest way to a version. `held` are the digests of trees that are at hand, or the ids of their versions;
+    `failed` says how often ways with a manifest, by its key, turned out to be bad: they are avoided if there are
+    others.
 
     Segments are read where a way has to go on. Once there is one, more of them are read only as far as it is worth it
     (LOOK), in search of a held tree; where nothing is held, the bases further on are taken to be as large as the
@@ -150,7 +151,7 @@ def plan(finder: Finder, entry: Entry, held: Set[str] = frozenset(), failed: Map
             gone = True
             continue
         # Of what has expired not even the schema is there any more.
-        if current.version.tree in held and current.place is not None:
+        if (current.version.tree in held or ident in held) and current.place is not None:
             goal, goal_cost = (ident, None), cost
             continue
         steps = list(steps_to(current))

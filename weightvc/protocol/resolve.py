@@ -90,8 +90,8 @@ def _layout_of(shelf: Shelf, made: Manifest, name: str) -> layout.Stored:
     return stored
 
 
-Lying = tuple[str, Callable[[Schema], State]]
-"""The digest of a tree that a caller has, and how to read it."""
+Lying = Mapping[str, Callable[[Schema], State]]
+"""Trees that a caller has, by digest or by a version's id, and how to read each."""
 
 
 @contextmanager
@@ -104,8 +104,9 @@ def opened(
     whole: bool = True,
     identify: bool = True,
 ) -> Iterator[tuple[Manifest, Verified]]:
-    """A version's manifest and a state that reads it, checked: from the cache, from `lying`, or from the store alone
-    if those turn out to be wrong, by another way if the cheapest one does.
+    """A version's manifest and a state that reads it, checked: from the cache or from one of `lying`, whichever is
+    the cheapest to begin from, or from the store alone if two of those turn out to be wrong, by another way if the
+    cheapest one does.
 
     `whole` says that all of it will be read: packs are then fetched whole. Without `identify` the digests are taken
     as the manifest (itself checked) has them, and not seen to make the version's tree: enough for a baseline.
@@ -115,8 +116,8 @@ def opened(
     """
     promised(entry)
     held = shelf.cache.trees() if shelf.cache is not None else frozenset()
-    if lying is not None:
-        held |= {lying[0]}
+    lying = lying or {}
+    held |= lying.keys()
     try:
         made, name, tree = _identified(shelf, refs, entry, held if whole else None, identify=identify)
     except MISSING:
@@ -128,15 +129,20 @@ def opened(
     pool = Pool(READERS, "weightvc-read")
     spool = Spool(shelf.cache.directory if shelf.cache is not None else None)
     tried: list[Plan] = []
+    begun: set[str] = set()
     failed: Counter[str] = Counter()
 
     def at_hand() -> State | None:
-        way = plan(refs, entry, held)
-        return _chain(shelf, way, pool, spool, lying, whole, {name: made}) if way.start is not None else None
+        way = plan(refs, entry, held - begun)
+        if way.start is None:
+            return None
+        assert way.start.version is not None
+        begun.update((way.start.version.tree, way.start.new or ""))
+        return _chain(shelf, way, pool, spool, lying, whole, {name: made})
 
     def from_store(*, checked: bool = False) -> State:
         tried.append(plan(refs, entry))
-        return _chain(shelf, tried[-1], pool, spool, None, whole, {name: made}, checked=checked)
+        return _chain(shelf, tried[-1], pool, spool, {}, whole, {name: made}, checked=checked)
 
     def from_store_again() -> State:
         return from_store(checked=True)
@@ -148,16 +154,17 @@ def opened(
         if not failed or (way := plan(refs, entry, failed=failed)) in tried:
             return None
         tried.append(way)
-        return _chain(shelf, way, pool, spool, None, whole, {name: made})
+        return _chain(shelf, way, pool, spool, {}, whole, {name: made})
 
     def from_newest() -> State | None:
         found = renewed(shelf, refs, entry)
-        return None if found is None else _chain(shelf, plan(*found), pool, spool, None, whole, {name: made})
+        return None if found is None else _chain(shelf, plan(*found), pool, spool, {}, whole, {name: made})
 
     try:
+        # What is at hand twice: a slot or a way back that was damaged is no reason to fetch a base.
         # The store twice: ranges of packs are checked only by what they give, and the first may be bad on the way.
         # The second time packs are fetched whole, so that one which is bad at rest is named.
-        ways = [at_hand, from_store, from_store_again, *[otherwise] * OTHERS, from_newest]
+        ways = [at_hand, at_hand, from_store, from_store_again, *[otherwise] * OTHERS, from_newest]
         with pool:
             try:
                 yield made, Verified(tree, ways, f"version {made.version.short}", shelf.meter)
@@ -204,7 +211,7 @@ def _chain(
     way: Plan,
     pool: Pool,
     spool: Spool,
-    lying: Lying | None,
+    lying: Lying,
     whole: bool,
     known: Mapping[str, Manifest],
     *,
@@ -217,8 +224,9 @@ def _chain(
         assert way.start.place is not None
         schema = shelf.schema_at(way.start.place.schema)
         digest = way.start.version.tree
-        if lying is not None and digest == lying[0]:
-            start = lying[1](schema)
+        read = lying.get(digest) or lying.get(way.start.new or "")
+        if read is not None:
+            start = read(schema)
         else:
             flat = shelf.cache.open_tree(digest, schema) if shelf.cache is not None else None
             if flat is None:

@@ -188,7 +188,7 @@ def changes(shelf: Shelf, refs: Refs, line: Sequence[Entry], count: int) -> Chan
             lying = None
             if sides:
                 below = sides[-1]
-                lying = (version_of(run[len(sides) - 1]).tree, lambda _, side=below: side)
+                lying = {version_of(run[len(sides) - 1]).tree: lambda _, side=below: side}
             _, verified = stack.enter_context(resolve.opened(shelf, refs, entry, lying=lying, whole=False))
             sides.append(Recent(verified))
         schema = sides[0].tree.schema
