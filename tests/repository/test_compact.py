@@ -70,10 +70,10 @@ def read_by(repository: Repository, one: Step, model: dict[str, Weights]) -> Wei
     """What a version is by one edge alone, from the right bytes of its source."""
     refs = Refs(repository._shelf, repository.refresh())
     source = refs.entry(one.edge.source) if one.edge.source is not None else None
-    lying = None
+    lying: resolve.Lying = {}
     if source is not None and source.version is not None:
         bits = Bits(model[source.version.id])
-        lying = source.version.tree, lambda schema: Lying(schema, bits)
+        lying = {source.version.tree: lambda schema: Lying(schema, bits)}
     made = resolve.manifest_of(repository._shelf, one.entry, one.way)
     tree = resolve.tree_of(repository._shelf, made, one.way.manifest)
     spool = Spool(None)
