@@ -156,9 +156,10 @@ class Audit:
         smaller = f"{_times(self.times)} smaller than whole checkpoints"
         beside = self.distances[0].xor / self.distances[0].patch
         if self.pays:
-            return (
-                f"Patches pay: they are {smaller}, and {_times(beside)} than XOR and zstd. {self._better()}".strip()
-            )
+            xor = f"{_times(beside)} smaller than XOR and zstd"
+            if beside < 1:
+                xor = f"{_times(1 / beside)} larger than XOR and zstd, since so little changes"
+            return f"Patches pay: they are {smaller}, and {xor}. {self._better()}".strip()
         head = f"Patches pay little: they are {smaller}" if self.times > HARDLY else "Patches do not pay"
         if self.times <= HARDLY:
             head += f": they are only {smaller}"

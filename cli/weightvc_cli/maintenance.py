@@ -195,6 +195,8 @@ def report_expiry(settings: Settings, result: "Expiry", *, dry_run: bool) -> Non
         f"{counts['kept']} kept, {gone} {verb} let go of, {counts['stone']} of them "
         f"stored on as steps; {size(result.released)} for `weightvc gc` to free"
     )
+    if counts["stone"] and not dry_run:
+        click.echo("steps go at a later run, once a base lies past them: `weightvc compact --base-every N` makes one")
 
 
 def expiry_json(result: "Expiry") -> dict[str, Any]:
