@@ -264,6 +264,7 @@ def test_every_order(one):
     assert found.orders > 1
 
 
+@pytest.mark.timeout(900)  # busy machines take five minutes for the longest
 @pytest.mark.parametrize("one", BOUNDED, ids=named)
 def test_every_order_with_few_interruptions(one):
     found = explore(one, preemptions=FEW)
