@@ -9,9 +9,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
-from weightvc.comparison import Diff, GroupDiff, costs, diff
+from weightvc.comparison import Diff, GroupDiff, costs, diff, spread
 from weightvc.delta import open_delta
 from weightvc.errors import BadFile, Refused
+from weightvc.objects.policy import Policy
 from weightvc.objects.schema import CHUNK
 
 PIECE: Final = 42
@@ -19,11 +20,11 @@ PIECE: Final = 42
 MANIFEST: Final = 700
 """And for itself, with the root's entry."""
 SPAN: Final = 4
-"""Compaction makes patches over powers of so many versions, up to LONGEST,"""
+"""Compaction makes patches over powers of so many versions,"""
 LONGEST: Final = 1024
-"""and a base after so many at the latest,"""
-SHARE: Final = 0.5
-"""or when the patches since the last one weigh so much of it."""
+"""up to so many,"""
+USUAL: Final = Policy()
+"""and bases by this policy, unless told otherwise."""
 PAYS: Final = 10.0
 """From so many times smaller than a whole checkpoint patches are said to pay,"""
 HARDLY: Final = 2.5
@@ -122,7 +123,7 @@ class Audit:
         while span <= LONGEST:
             longer += min(patch * math.pow(span, growth), self.full) / span
             span *= SPAN
-        return min(patch + longer + max(patch / SHARE, self.full / LONGEST), patch + self.full)
+        return min(patch + longer + max(100 * patch / USUAL.share, self.full / USUAL.base_every), patch + self.full)
 
     def costs(self, step_seconds: float, readers: int = 1) -> dict[str, float]:
         """A day of such versions on S3, as weightvc.diff's, for patches, for those with what compaction adds (which
@@ -226,7 +227,7 @@ def audit(
         (at, at + apart)
         for apart in (1 << i for i in range((len(names) - 1).bit_length()))
         if apart < len(names)
-        for at in _spread(len(names) - apart, pairs)
+        for at in spread(len(names) - apart, pairs)
     ]
     made: dict[int, list[AuditedPair]] = {}
     newest: Diff | None = None
@@ -268,15 +269,6 @@ def _named(checkpoints: Sequence[Any]) -> dict[str, Any]:
         name = os.fspath(one) if isinstance(one, str | os.PathLike) else f"checkpoint {i}"
         out[name if name not in out else f"{name} ({i})"] = one
     return out
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most so many of [0, count), evenly, the last among them."""
-    if count <= most:
-        return list(range(count))
-    if most == 1:
-        return [count - 1]
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
 @contextmanager

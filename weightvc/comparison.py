@@ -40,6 +40,15 @@ FLOATS: Final = {
 _NUMBER: Final = re.compile(r"(?:.*?\.)?[0-9]+(?=\.|$)")
 
 
+def spread(count: int, most: int) -> list[int]:
+    """At most so many of [0, count), evenly, the last among them."""
+    if count <= most:
+        return list(range(count))
+    if most == 1:
+        return [count - 1]
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+
+
 def costs(sizes: Mapping[str, float], step_seconds: float, readers: int = 1) -> dict[str, float]:
     """A day of versions on S3, one every `step_seconds`, in US dollars and bytes.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weightvc_cli import terminal
-from weightvc_cli.compare import group_json, is_path, repository_of
+from weightvc_cli.compare import cost_options, group_json, is_path, repository_of
 from weightvc_cli.completion import sides_of
 from weightvc_cli.output import as_json, counted, share, shown, size, table, times
 from weightvc_cli.settings import Settings, json_option, pager_option, progress, repository_option
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 @click.option("--last", type=click.IntRange(min=2), metavar="N", default=33, help="The newest N checkpoints (33).")
 @click.option("--only", metavar="GLOB", help="Of a directory, take only names that match, as in 'checkpoint-*'.")
 @click.option("--pairs", type=click.IntRange(min=1), metavar="N", default=3, help="Pairs of each distance (3).")
-@click.option(
-    "--step-time",
-    type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
-    metavar="SECONDS",
-    help="Seconds between versions (60).",
-)
-@click.option("--readers", type=click.IntRange(min=0), default=1, help="Hosts that fetch each version (1).")
+@cost_options
 @click.option("--dtype", metavar="NAME", help="Cast floating tensors of all first: bf16, fp16, fp32.")
 @pager_option
 @json_option

@@ -12,7 +12,7 @@ import click
 from weightvc_cli import terminal
 from weightvc_cli.completion import sides_of
 from weightvc_cli.output import as_json, percent, shape, share, shown, size, table, times
-from weightvc_cli.settings import Settings, json_option, pager_option, progress, repository_option
+from weightvc_cli.settings import F, Settings, json_option, pager_option, progress, repository_option
 
 if TYPE_CHECKING:
     from weightvc.comparison import Diff, ExponentDiff, GroupDiff, TensorDiff
@@ -24,18 +24,26 @@ LISTED: Final = 8
 """Steps of up to so many representable values are listed one by one."""
 
 
+def cost_options(command: F) -> F:
+    """Add --step-time and --readers, which decide what a day costs."""
+    every = click.option(
+        "--step-time",
+        type=click.FloatRange(min=0, min_open=True),
+        default=60.0,
+        metavar="SECONDS",
+        help="Seconds between versions (60).",
+    )
+    readers = click.option(
+        "--readers", type=click.IntRange(min=0), default=1, help="Hosts that fetch each version (1)."
+    )
+    return every(readers(command))
+
+
 @click.command()
 @click.argument("old", shell_complete=sides_of)
 @click.argument("new", shell_complete=sides_of)
 @click.option("--stat", is_flag=True, help="Also steps, weights, and what a day of such steps would cost.")
-@click.option(
-    "--step-time",
-    type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
-    metavar="SECONDS",
-    help="Seconds between versions (60).",
-)
-@click.option("--readers", type=click.IntRange(min=0), default=1, help="Hosts that fetch each version (1).")
+@cost_options
 @click.option("--dtype", metavar="NAME", help="Cast floating tensors of both first: bf16, fp16, fp32.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ.")
 @pager_option

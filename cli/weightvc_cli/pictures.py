@@ -250,19 +250,23 @@ def _history(out: Pictures, facts: Facts) -> None:
         ("stored", "bytes stored", "stored", [*shared, ("base", "base")]),
         ("smaller", "times smaller", "smaller", shared),
     ]
-    for name, what, column, tooltips in plots:
-        kind = "log" if _positive(data[column]) else "linear"
-        made = _figure(out, name, 280, what, x_range=reach, y_axis_type=kind)
-        made.yaxis[0].formatter = CustomJSTickFormatter(code=_TICK)
+
+    def plot(made: Any, column: str, tooltips: list[tuple[str, str]], formats: dict[str, str]) -> None:
         points = made.scatter(
             "generation", column, source=source, size=size, alpha=0.85, legend_group="series", **look
         )
         _hover(made, points, _VERSION + tooltips, **formats)
-        if column == "stored":
+        if formats[column] == "bytes":
             _bytes_axis(made.yaxis[0])
         axis(made)
         made.legend.visible = len(series) > 1
         _finish(out, made)
+
+    for name, what, column, tooltips in plots:
+        kind = "log" if _positive(data[column]) else "linear"
+        made = _figure(out, name, 280, what, x_range=reach, y_axis_type=kind)
+        made.yaxis[0].formatter = CustomJSTickFormatter(code=_TICK)
+        plot(made, column, tooltips, formats)
     cold = [("patches", "cold_patches"), ("fetched", "cold_bytes"), ("requests", "cold_requests")]
     formats = {"cold_patches": "number", "cold_requests": "number", "cold_bytes": "bytes"}
     for name, what, column in (
@@ -270,15 +274,7 @@ def _history(out: Pictures, facts: Facts) -> None:
         ("cold", "bytes of a cold pull", "cold_bytes"),
     ):
         made = _figure(out, name, 240, what, x_range=reach, y_range=_from_zero(data[column]))
-        points = made.scatter(
-            "generation", column, source=source, size=size, alpha=0.85, legend_group="series", **look
-        )
-        _hover(made, points, _VERSION + cold, **formats)
-        if column == "cold_bytes":
-            _bytes_axis(made.yaxis[0])
-        axis(made)
-        made.legend.visible = len(series) > 1
-        _finish(out, made)
+        plot(made, column, cold, formats)
 
 
 def _positive(values: "np.ndarray[Any, Any]") -> bool:

@@ -1,6 +1,5 @@
 """What layers changed. Two answers: of the whole run, roughly, from the block indexes of some manifests; and of the
 newest versions exactly, from their weights.
-
 """
 
 import re
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from weightvc.comparison import layer_of
+from weightvc.comparison import layer_of, spread
 from weightvc.history import version_of
 from weightvc.objects import dtypes, manifest
 from weightvc.objects.catalogue import Entry
@@ -98,14 +97,14 @@ def weights(shelf: Shelf, line: Sequence[Entry]) -> Weights | None:
     if not stored or stored[0].place is None:
         return None
     key = stored[0].place.schema
-    same = [e for e in stored if e.place is not None and e.place.schema == key]
+    same = [e for e in reversed(stored) if e.place is not None and e.place.schema == key]
     largest = max(e.place.nbytes for e in same if e.place is not None)
-    chosen = spread(same, max(1, min(COLUMNS, READ // max(1, largest))))
+    chosen = [same[i] for i in spread(len(same), max(1, min(COLUMNS, READ // max(1, largest))))]
     with Pool(resolve.READERS, "weightvc-report") as pool:
-        made = list(parallel.ordered(pool, lambda e: _manifest(shelf, e), list(reversed(chosen)), 16))
+        made = list(parallel.ordered(pool, lambda e: _manifest(shelf, e), chosen, 16))
     schema = shelf.schema(made[0].schema, made[0].schema_digest)
     layers = Layers(schema)
-    out = Weights(list(reversed(chosen)), layers.names, layers.elements, [], len(same))
+    out = Weights(chosen, layers.names, layers.elements, [], len(same))
     for one in made:
         assert one.patch is not None
         out.nbytes.append(_by_layer(schema, layers, one.patch.stream))
@@ -132,15 +131,6 @@ def _by_layer(schema: Schema, layers: Layers, stream: manifest.Stream) -> list[f
             end = min(schema.offset[tensor + 1], schema.position(high))
             out[layers.of[tensor]] += length * max(0, end - begin) / whole
     return out
-
-
-def spread(items: Sequence[Entry], count: int) -> list[Entry]:
-    """At most `count` of them, evenly, the first and the last among them."""
-    if len(items) <= count:
-        return list(items)
-    if count < 2:
-        return list(items[:count])
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 # The newest versions
